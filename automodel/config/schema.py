@@ -1,0 +1,199 @@
+"""Every setting of a run as dataclasses, without torch.
+
+They are Hydra's structured configs (:func:`register`), and what the library takes:
+:func:`load` turns a composed config into a :class:`TrainConfig`. The ``distributed`` section has
+its own dataclasses in :mod:`automodel.config.distributed`, since its fields depend on the strategy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from automodel.config.coerce import from_mapping, is_none
+from automodel.config.distributed import DistributedSection, parse_distributed_section
+
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass
+class ModelConfig:
+    """A Hugging Face causal language model.
+
+    ``config`` holds fields of the model's own configuration class, on top of what ``model_type`` or
+    ``pretrained_model_name_or_path`` gives. ``init`` none means pretrained where a path is named,
+    else random.
+    """
+
+    model_type: str | None = None
+    pretrained_model_name_or_path: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    init: Literal["random", "pretrained"] | None = None
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass
+class PrecisionConfig:
+    """dtypes of compute, gradient reduction and output; master weights are always fp32."""
+
+    param_dtype: DTypeName = "bfloat16"
+    reduce_dtype: DTypeName = "float32"
+    output_dtype: DTypeName = "float32"
+
+
+@dataclass
+class DataConfig:
+    """Where samples come from. Order and masking are functions of seed, epoch and sample index."""
+
+    source: Literal["stdlib", "text"] = "stdlib"
+    files: str | list[str] | None = None
+    text_field: str | None = None
+    tokenizer: str | None = None
+    val_files: str | list[str] | None = None
+    val_fraction: float = 0.1
+    val_max_samples: int | None = 256
+    mask_labels: float = 0.0
+    log_sample_ids: bool = False
+    packed_sequence_size: int = 0
+
+
+@dataclass
+class OptimizerConfig:
+    """``weight_decay`` applies to parameters of two and more dimensions."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float = 0.0
+
+
+@dataclass
+class LRSchedulerConfig:
+    """Warm-up is linear from 0. ``decay_steps`` is wsd's final decay (none: a tenth of the run)."""
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.1
+    decay_steps: int | None = None
+
+
+@dataclass
+class TrainingConfig:
+    """The loop. Sizes are in samples; ``seq_length`` in tokens."""
+
+    max_steps: int | None = None
+    num_epochs: int | None = None
+    global_batch_size: int = 8
+    local_batch_size: int = 2
+    seq_length: int = 256
+    max_grad_norm: float | None = 1.0
+    ckpt_every_steps: int | None = None
+    val_every_steps: int | None = None
+    val_at_start: bool = False
+    val_at_end: bool = True
+    log_every_steps: int = 1
+    generate_tokens: int = 200
+
+
+@dataclass
+class CheckpointConfig:
+    """Read by the checkpoint part; see the README for the meanings of ``resume``."""
+
+    resume: str | None = None
+    keep_last: int | None = None
+    keep_best: int | None = None
+
+
+@dataclass
+class LoggerConfig:
+    """Where metrics go besides the console and metrics.jsonl."""
+
+    name: Literal["none", "tensorboard", "wandb", "mlflow"] = "none"
+    project: str = "automodel"
+    run_name: str | None = None
+    mode: Literal["online", "offline"] = "online"
+    tracking_uri: str | None = None
+
+
+@dataclass
+class LaunchConfig:
+    """Processes of this run on this host."""
+
+    nproc_per_node: int | Literal["auto"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_minutes: float = 10.0
+    allow_tp_across_nodes: bool = False
+
+
+@dataclass
+class TrainConfig:
+    """One run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    distributed: DistributedSection = field(default_factory=DistributedSection)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    seed: int = 0
+
+
+def load(composed: Mapping[str, Any]) -> TrainConfig:
+    """A composed config, as plain containers, to a :class:`TrainConfig`.
+
+    Raises:
+        ConfigError: unknown key (with the nearest name) or a value of the wrong type.
+    """
+    plain = dict(composed)
+    section = plain.pop("distributed", None)
+    names = {f.name for f in dataclasses.fields(TrainConfig)}
+    config = from_mapping(TrainConfig, {k: v for k, v in plain.items() if not (k in names and is_none(v))})
+    config.distributed = parse_distributed_section(section)
+    return config
+
+
+def register() -> None:
+    """Store the root schema for Hydra as ``train_schema``; a misspelled key is then refused."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="train_schema", node=_structured(TrainConfig))
+
+
+def _structured(cls: type) -> type:
+    """``cls`` with types that OmegaConf can hold.
+
+    Optional and literal fields become Any, since OmegaConf would refuse the string ``none`` for an
+    optional number before :func:`load` sees it; the distributed section is open here and checked
+    in full by :func:`parse_distributed_section`.
+    """
+    hints = typing.get_type_hints(cls)
+    fields: list[Any] = []
+    for item in dataclasses.fields(cls):
+        hint = hints[item.name]
+        if hint is DistributedSection:
+            fields.append((item.name, Any, None))
+        elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            nested = _structured(hint)
+            fields.append((item.name, nested, field(default_factory=nested)))
+        elif hint in (bool, int, float, str):
+            fields.append((item.name, hint, item.default))
+        elif typing.get_origin(hint) is dict:
+            fields.append((item.name, dict[str, Any], field(default_factory=dict)))
+        else:
+            default = item.default
+            default = list(default) if isinstance(default, tuple) else default
+            assert typing.get_origin(hint) in (typing.Union, types.UnionType, Literal, tuple, list)
+            make = field(default_factory=lambda d=default: d)
+            fields.append((item.name, Any, make))
+    return dataclasses.make_dataclass(cls.__name__, fields)
