@@ -1,0 +1,1 @@
+"""Meshes and strategies. Import names from here or from ``automodel``."""

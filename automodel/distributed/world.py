@@ -1,0 +1,47 @@
+"""The two small exchanges that all ranks make each step."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from automodel.distributed.mesh import MeshAxisName, MeshContext
+
+
+class World:
+    """All ranks of the run; with one process every exchange is the identity.
+
+    Args:
+        mesh_context: tells which ranks hold the same tokens.
+    """
+
+    def __init__(self, mesh_context: MeshContext) -> None:
+        self.device = mesh_context.device
+        self.size = mesh_context.world_size
+        # Tensor- and pipeline-parallel ranks see the tokens of their peers: one of them speaks for all.
+        self.speaks_for_tokens = (
+            mesh_context.axis_rank(MeshAxisName.TP) == 0 and mesh_context.axis_rank(MeshAxisName.PP) == 0
+        )
+
+    def sum_counts(self, *counts: int) -> list[int]:
+        """Sum whole numbers over all ranks, on the CPU, so that no GPU work is waited for."""
+        if self.size == 1:
+            return list(counts)
+        tensor = torch.tensor(counts, dtype=torch.int64)
+        dist.all_reduce(tensor)
+        return tensor.tolist()
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Every rank's values.
+
+        Args:
+            values: ``[n]``, fp64, on this rank's device.
+
+        Returns:
+            ``[world, n]`` on the CPU, the same bits on every rank.
+        """
+        if self.size == 1:
+            return values.unsqueeze(0).cpu()
+        gathered = torch.empty(self.size * values.numel(), dtype=values.dtype, device=values.device)
+        dist.all_gather_into_tensor(gathered, values)
+        return gathered.view(self.size, -1).cpu()

@@ -1,0 +1,40 @@
+"""Rules that need the model class: answered before any rank starts."""
+
+from __future__ import annotations
+
+from automodel.config.errors import ConfigError
+from automodel.config.schema import TrainConfig
+from automodel.config.validate import check_model_sizes
+from automodel.model.build import build_config, build_model
+
+EXPERT_COUNT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def check_model(config: TrainConfig, world_size: int) -> None:
+    """Build the model on meta and hold its sizes against the layout.
+
+    Raises:
+        ConfigError: an unknown field, model or attention; sizes that the layout does not divide; a mixture of
+            experts, whose balancing loss this version would leave out.
+    """
+    hf_config = build_config(config.model)
+    text_config = hf_config.get_text_config()
+    for name in EXPERT_COUNT_FIELDS:
+        if (getattr(text_config, name, None) or 0) > 1:
+            raise ConfigError(
+                "model",
+                hf_config.model_type,
+                "mixtures of experts are not supported by this version",
+                "a dense model",
+            )
+    check_model_sizes(config, {name: getattr(text_config, name, None) for name in SIZE_FIELDS}, world_size)
+    build_model(hf_config, config.model)
+
+
+SIZE_FIELDS = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)

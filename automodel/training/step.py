@@ -1,0 +1,66 @@
+"""Forward and backward of one step, over all micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from automodel.data.batches import MicroBatch
+from automodel.distributed.strategy import StrategyManager
+from automodel.training.loss import cross_entropy_sum
+
+
+def forward(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    """Logits ``[batch, seq, vocab]`` for token ids ``[batch, seq]``."""
+    logits: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits
+    return logits
+
+
+def forward_backward(
+    model: nn.Module,
+    manager: StrategyManager,
+    micro_batches: Sequence[MicroBatch],
+    num_label_tokens: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """Add the gradients of a step's loss to the parameters' ``.grad``.
+
+    The loss is the sum over all trained tokens of the global batch divided by their number, which is known
+    before the first forward, so that gradients need no later scaling.
+
+    Args:
+        micro_batches: this rank's; every rank has the same number.
+        num_label_tokens: trained tokens of the whole global batch, at least 1.
+
+    Returns:
+        this rank's summed, undivided loss, shape [], fp64.
+    """
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    for index, micro_batch in enumerate(micro_batches):
+        with manager.micro_batch(model, is_first=index == 0, is_last=index == len(micro_batches) - 1):
+            # Dropout is a function of the samples, not of the rank that happens to hold them.
+            torch.manual_seed(micro_batch.seed)
+            logits = forward(model, micro_batch.input_ids.to(device))
+            loss = cross_entropy_sum(logits, micro_batch.labels.to(device))
+            (loss / num_label_tokens).backward()
+            loss_sum += loss.detach()
+    return loss_sum
+
+
+@torch.no_grad()
+def evaluation_sum(model: nn.Module, micro_batches: Iterable[MicroBatch], device: torch.device) -> tuple[torch.Tensor, int]:
+    """Summed loss (shape [], fp64) and number of trained tokens of this rank's micro-batches, without dropout."""
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    num_label_tokens = 0
+    was_training = model.training
+    model.eval()
+    try:
+        for micro_batch in micro_batches:
+            logits = forward(model, micro_batch.input_ids.to(device))
+            loss_sum += cross_entropy_sum(logits, micro_batch.labels.to(device))
+            num_label_tokens += micro_batch.num_label_tokens
+    finally:
+        model.train(was_training)
+    return loss_sum, num_label_tokens
