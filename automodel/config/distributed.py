@@ -302,7 +302,7 @@ def _refuse_foreign(name: str, value: Any, strategy: str) -> None:
         for item in dataclasses.fields(cls):
             if item.name != name:
                 continue
-            foreign = from_mapping(cls, {name: value}, "distributed")
+            foreign: Any = from_mapping(cls, {name: value}, "distributed")
             if getattr(foreign, name) != getattr(cls(), name):
                 raise ConfigError(
                     f"distributed.{name}",

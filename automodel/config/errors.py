@@ -18,9 +18,7 @@ class ConfigError(Exception):
         hint: optional closing sentence, e.g. the nearest name of a misspelled key.
     """
 
-    def __init__(
-        self, key: str, value: Any, rule: str, legal: Iterable[Any] | str, hint: str | None = None
-    ) -> None:
+    def __init__(self, key: str, value: Any, rule: str, legal: Iterable[Any] | str, hint: str | None = None) -> None:
         self.key = key
         self.value = value
         self.rule = rule

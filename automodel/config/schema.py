@@ -7,8 +7,9 @@ its own dataclasses in :mod:`automodel.config.distributed`, since its fields dep
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import types
+import functools
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -159,23 +160,33 @@ def load(composed: Mapping[str, Any]) -> TrainConfig:
     section = plain.pop("distributed", None)
     names = {f.name for f in dataclasses.fields(TrainConfig)}
     config = from_mapping(TrainConfig, {k: v for k, v in plain.items() if not (k in names and is_none(v))})
+    config.model.config = {name: None if is_none(value) else value for name, value in config.model.config.items()}
     config.distributed = parse_distributed_section(section)
     return config
 
 
 def register() -> None:
-    """Store the root schema for Hydra as ``train_schema``; a misspelled key is then refused."""
-    from hydra.core.config_store import ConfigStore
+    """Store the root schema for Hydra as ``train_schema``; a misspelled key is then refused.
 
-    ConfigStore.instance().store(name="train_schema", node=_structured(TrainConfig))
+    Two sections stay open to new keys, because their fields depend on a choice: ``distributed`` on
+    the strategy (checked in full by :func:`parse_distributed_section`), ``model.config`` on the
+    Hugging Face class (checked against it before any rank starts).
+    """
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    schema = OmegaConf.structured(_structured(TrainConfig))
+    schema.distributed = {}
+    OmegaConf.set_struct(schema.distributed, False)
+    OmegaConf.set_struct(schema.model.config, False)
+    ConfigStore.instance().store(name="train_schema", node=schema)
 
 
 def _structured(cls: type) -> type:
-    """``cls`` with types that OmegaConf can hold.
+    """``cls`` with its names and defaults, and with fields that take any value.
 
-    Optional and literal fields become Any, since OmegaConf would refuse the string ``none`` for an
-    optional number before :func:`load` sees it; the distributed section is open here and checked
-    in full by :func:`parse_distributed_section`.
+    OmegaConf's own conversions would refuse the string ``none`` for an optional number and cut 2.5
+    to the whole number 2 without a word; :func:`load` converts, and says why it refuses.
     """
     hints = typing.get_type_hints(cls)
     fields: list[Any] = []
@@ -186,14 +197,9 @@ def _structured(cls: type) -> type:
         elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
             nested = _structured(hint)
             fields.append((item.name, nested, field(default_factory=nested)))
-        elif hint in (bool, int, float, str):
-            fields.append((item.name, hint, item.default))
         elif typing.get_origin(hint) is dict:
             fields.append((item.name, dict[str, Any], field(default_factory=dict)))
         else:
-            default = item.default
-            default = list(default) if isinstance(default, tuple) else default
-            assert typing.get_origin(hint) in (typing.Union, types.UnionType, Literal, tuple, list)
-            make = field(default_factory=lambda d=default: d)
-            fields.append((item.name, Any, make))
+            default = list(item.default) if isinstance(item.default, tuple) else item.default
+            fields.append((item.name, Any, field(default_factory=functools.partial(copy.copy, default))))
     return dataclasses.make_dataclass(cls.__name__, fields)

@@ -23,4 +23,4 @@ def apply_activation_checkpointing(model: nn.Module, mode: ActivationCheckpointi
     """
     if mode in (True, "full"):
         for block in transformer_blocks(model).values():
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

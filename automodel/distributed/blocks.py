@@ -14,7 +14,9 @@ def transformer_blocks(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         ValueError: the model has no ``ModuleList``.
     """
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
+    lists = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
+    }
     if not lists:
         raise ValueError(f"{type(model).__name__} has no ModuleList of blocks to shard or checkpoint")
     depth = getattr(getattr(model, "config", None), "num_hidden_layers", None)

@@ -42,7 +42,9 @@ class DDPManager:
             return model
         device = self.mesh_context.device
         group = self.mesh_context.group(MeshAxisName.DP)
-        options: dict[str, Any] = {} if self.config.bucket_cap_mb is None else {"bucket_cap_mb": self.config.bucket_cap_mb}
+        options: dict[str, Any] = (
+            {} if self.config.bucket_cap_mb is None else {"bucket_cap_mb": self.config.bucket_cap_mb}
+        )
         wrapped = DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,

@@ -30,9 +30,7 @@ class FSDP2Manager:
         precision: used where ``config.mp_policy`` is None; None is ``MixedPrecision()``, bf16.
     """
 
-    def __init__(
-        self, config: FSDP2Config, mesh_context: MeshContext, precision: MixedPrecision | None = None
-    ) -> None:
+    def __init__(self, config: FSDP2Config, mesh_context: MeshContext, precision: MixedPrecision | None = None) -> None:
         self.config = config
         self.mesh_context = mesh_context
         self.policy = config.mp_policy or precision or MixedPrecision()

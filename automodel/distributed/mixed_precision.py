@@ -31,7 +31,7 @@ def cast_in_forward(model: nn.Module, policy: MixedPrecision) -> None:
     if param_dtype is not None:
         for module in model.modules():
             if any(p is not None and p.is_floating_point() for p in module._parameters.values()):
-                module.forward = _with_cast_parameters(module, module.forward, param_dtype)  # type: ignore[method-assign]
+                module.forward = _with_cast_parameters(module, module.forward, param_dtype)
     model.register_forward_pre_hook(
         lambda _, args, kwargs: (
             (_cast(args, param_dtype), _cast(kwargs, param_dtype)) if policy.cast_forward_inputs else (args, kwargs)

@@ -44,6 +44,7 @@ def _load_config(config: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
     path = config.pretrained_model_name_or_path
+    assert path is not None
     try:
         loaded: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -62,7 +63,10 @@ def _construct(config_class: Any, base: dict[str, Any], overrides: dict[str, Any
         built: PretrainedConfig = config_class.from_dict({**base, **overrides})
     except Exception as error:  # the configuration classes validate with exceptions of many types
         raise ConfigError(
-            "model.config", overrides, f"{config_class.__name__} refuses these fields: {error}", "see the class's documentation"
+            "model.config",
+            overrides,
+            f"{config_class.__name__} refuses these fields: {error}",
+            "see the class's documentation",
         ) from error
     return built
 
@@ -101,11 +105,14 @@ def build_model(hf_config: PretrainedConfig, config: ModelConfig) -> PreTrainedM
         key = "model.attn_implementation" if "attention" in str(error).lower() else "model"
         value = config.attn_implementation if key.endswith("implementation") else hf_config.model_type
         raise ConfigError(
-            key, value, str(error).strip().splitlines()[0], "a causal language model of transformers and an attention it has"
+            key,
+            value,
+            str(error).strip().splitlines()[0],
+            "a causal language model of transformers and an attention it has",
         ) from error
     # Training recomputes nothing from a cache, and transformers turns document boundaries off when it makes one.
     model.config.use_cache = False
-    return model.train()  # type: ignore[no-any-return]
+    return model.train()
 
 
 def count_parameters(model: Any) -> int:

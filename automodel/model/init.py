@@ -50,8 +50,10 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-def _walk(module: nn.Module, owner: PreTrainedModel, name: str = "") -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """Every module, parents first, with its name and the nearest PreTrainedModel, whose ``_init_weights`` is meant for it."""
+def _walk(
+    module: nn.Module, owner: PreTrainedModel, name: str = ""
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+    """Every module, parents first, with its name and the nearest PreTrainedModel: its ``_init_weights`` counts."""
     if isinstance(module, PreTrainedModel):
         owner = module
     yield name, module, owner
@@ -104,7 +106,7 @@ def _initialize_unit(
     held = {id(module): dict(module._parameters) for _, module, _ in [*children, *parents]}
     unset = []
     try:
-        for name, module, owner in [*children, *parents]:
+        for _, module, _ in [*children, *parents]:
             for key, parameter in held[id(module)].items():
                 if parameter is not None:
                     full = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype, device=parameter.device)

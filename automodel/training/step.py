@@ -50,7 +50,9 @@ def forward_backward(
 
 
 @torch.no_grad()
-def evaluation_sum(model: nn.Module, micro_batches: Iterable[MicroBatch], device: torch.device) -> tuple[torch.Tensor, int]:
+def evaluation_sum(
+    model: nn.Module, micro_batches: Iterable[MicroBatch], device: torch.device
+) -> tuple[torch.Tensor, int]:
     """Summed loss (shape [], fp64) and number of trained tokens of this rank's micro-batches, without dropout."""
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     num_label_tokens = 0

@@ -1,0 +1,84 @@
+"""What the design has and this version does not, refused by name after every other rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from automodel.config.errors import ConfigError
+from automodel.config.schema import TrainConfig
+
+
+@dataclass(frozen=True)
+class Missing:
+    """One setting that this version cannot serve.
+
+    Attributes:
+        key: dotted name of the setting.
+        requested: its value when it is asked for, else None.
+        what: what is not there yet.
+        legal: the way out.
+    """
+
+    key: str
+    requested: Callable[[TrainConfig], Any]
+    what: str
+    legal: str
+
+
+def _size(name: str) -> Callable[[TrainConfig], int | None]:
+    return lambda config: size if (size := getattr(config.distributed, name)) > 1 else None
+
+
+def _strategy_field(name: str) -> Callable[[TrainConfig], Any]:
+    return lambda config: getattr(config.distributed.strategy_config, name, None) or None
+
+
+MISSING = (
+    Missing("distributed.tp_size", _size("tp_size"), "tensor parallel", "1"),
+    Missing("distributed.pp_size", _size("pp_size"), "pipeline parallel", "1"),
+    Missing("distributed.cp_size", _size("cp_size"), "context parallel", "1"),
+    Missing("distributed.ep_size", _size("ep_size"), "expert parallel", "1"),
+    Missing(
+        "distributed.strategy",
+        lambda config: "megatron_fsdp" if config.distributed.strategy == "megatron_fsdp" else None,
+        "this strategy",
+        "fsdp2, ddp",
+    ),
+    Missing("distributed.tp_plan", _strategy_field("tp_plan"), "a tensor-parallel plan", "none"),
+    Missing("distributed.enable_compile", _strategy_field("enable_compile"), "torch.compile", "false"),
+    Missing(
+        "distributed.activation_checkpointing",
+        lambda config: "selective" if config.distributed.activation_checkpointing == "selective" else None,
+        "selective checkpointing",
+        "false, true, full",
+    ),
+    Missing("data.packed_sequence_size", lambda config: config.data.packed_sequence_size or None, "packing", "0"),
+    Missing(
+        "model.init",
+        lambda config: (
+            "pretrained"
+            if config.model.pretrained_model_name_or_path is not None and config.model.init != "random"
+            else None
+        ),
+        "loading pretrained weights",
+        "random",
+    ),
+    Missing("training.ckpt_every_steps", lambda config: config.training.ckpt_every_steps, "saving checkpoints", "none"),
+    Missing("checkpoint.resume", lambda config: config.checkpoint.resume, "resuming from checkpoints", "none"),
+    Missing("checkpoint.keep_last", lambda config: config.checkpoint.keep_last, "saving checkpoints", "none"),
+    Missing("checkpoint.keep_best", lambda config: config.checkpoint.keep_best, "saving checkpoints", "none"),
+)
+
+
+def check_available(config: TrainConfig) -> None:
+    """Refuse what this version does not have.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    for item in MISSING:
+        value = item.requested(config)
+        if value is not None:
+            raise ConfigError(item.key, value, f"{item.what} is not supported by this version", item.legal)

@@ -1,0 +1,91 @@
+"""Hydra, called so that its errors are ours: compose a config, or run a task in a run folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from automodel.config.errors import ConfigError
+from automodel.config.hydra_errors import translate
+from automodel.config.schema import register
+from automodel.launch.arguments import Arguments
+
+
+def compose_container(arguments: Arguments) -> dict[str, Any]:
+    """Compose the config as plain containers. Makes no folder.
+
+    Raises:
+        ConfigError: the config cannot be composed.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import open_dict, read_write
+
+    register()
+    overrides = list(arguments.overrides)
+    if arguments.config_dir:
+        overrides.append(f"hydra.searchpath=['file://{arguments.config_dir}']")
+    try:
+        with initialize_config_dir(str(arguments.config_path), job_name="train", version_base="1.3"):
+            composed = compose(arguments.config_name, overrides, return_hydra_config=True)
+        # So that a config that refers to ${hydra:...} resolves as it will in the run.
+        with read_write(composed.hydra), open_dict(composed.hydra):
+            composed.hydra.runtime.output_dir = composed.hydra.run.dir
+        HydraConfig.instance().set_config(composed)
+        with read_write(composed), open_dict(composed):
+            del composed["hydra"]
+        return to_container(composed, arguments.overrides)
+    except Exception as error:
+        raise translated(error, arguments.overrides) from error
+    finally:
+        HydraConfig.instance().cfg = None
+
+
+def run_hydra(task: Callable[[Any], Any], arguments: Arguments) -> None:
+    """Have Hydra do what the command line asks, in its own way: run, sweep or print.
+
+    Raises:
+        ConfigError: Hydra refused the request.
+        Exception: whatever ``task`` raised.
+    """
+    import hydra
+
+    register()
+    saved = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [sys.argv[0], *arguments.argv]
+    # Hydra then raises its errors instead of printing them and exiting with 1.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        run = hydra.main(version_base="1.3", config_path=str(arguments.config_path), config_name="train")(task)
+        run()
+    except Exception as error:
+        raise translated(error, arguments.overrides) from error
+    finally:
+        sys.argv = saved[0]
+        del os.environ["HYDRA_FULL_ERROR"]
+        if saved[1] is not None:
+            os.environ["HYDRA_FULL_ERROR"] = saved[1]
+
+
+def to_container(composed: Any, overrides: Sequence[str]) -> dict[str, Any]:
+    """A composed config as plain containers, interpolations resolved.
+
+    Args:
+        overrides: the command line's, for the error.
+
+    Raises:
+        ConfigError: a value is missing or refers to nothing.
+    """
+    from omegaconf import OmegaConf
+
+    try:
+        return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+    except Exception as error:
+        raise translated(error, overrides) from error
+
+
+def translated(error: Exception, overrides: Sequence[str]) -> Exception:
+    """``error`` as a ConfigError where it is one of Hydra's refusals, else itself."""
+    return error if isinstance(error, ConfigError) else translate(error, overrides) or error

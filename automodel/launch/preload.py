@@ -1,0 +1,30 @@
+"""Imported first in the fork server: readies it, and with it every rank forked from it.
+
+Not for import anywhere else: it changes signal handling at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+
+from automodel.launch.forkserver import PRELOAD_VARIABLE
+from automodel.launch.lifetime import DUMP_SIGNAL, end_with_parent
+
+
+def _prepare() -> None:
+    end_with_parent()
+    # A terminal sends Ctrl-C to every process, and some supervisors SIGTERM; what they mean for the
+    # run is the launcher's decision. The request for stacks must not end a rank that is not ready.
+    for number in (signal.SIGINT, signal.SIGTERM, DUMP_SIGNAL):
+        signal.signal(number, signal.SIG_IGN)
+    for name in os.environ.get(PRELOAD_VARIABLE, "").split(","):
+        if name:
+            # The rank that needs the module meets the same error, and reports it with its traceback.
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+
+
+_prepare()
