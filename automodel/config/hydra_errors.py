@@ -6,6 +6,7 @@ import dataclasses
 import re
 import typing
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import yaml
 from hydra.core.global_hydra import GlobalHydra
@@ -19,10 +20,12 @@ from omegaconf.errors import (
 )
 
 from automodel.config.errors import ConfigError, nearest
+from automodel.config.help import group_choices
 from automodel.config.schema import TrainConfig
 
 _PREFIXES = "+~"
 _NOT_TYPED = "(not on the command line)"
+_CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 def translate(exception: BaseException, overrides: Sequence[str]) -> ConfigError | None:
@@ -114,7 +117,7 @@ def _missing_choice(exception: MissingConfigException, overrides: Sequence[str])
     return ConfigError(group, choice if choice else "(empty)", rule, options, nearest(choice, options))
 
 
-def _not_a_choice(overrides: Sequence[str]) -> ConfigError | None:
+def _not_a_choice(overrides: Sequence[str]) -> ConfigError:
     """``logger=null``, ``model=3``: Hydra does not say which group it was."""
     for override in overrides:
         _, key, value = split_override(override)
@@ -125,7 +128,12 @@ def _not_a_choice(overrides: Sequence[str]) -> ConfigError | None:
             return ConfigError(
                 key, value, "a config group takes the name of one of its choices", choices, nearest(value, choices)
             )
-    return None
+    return ConfigError(
+        "config",
+        " ".join(overrides),
+        "a config group takes the name of one of its choices",
+        "see python train.py --help",
+    )
 
 
 def _bad_yaml(exception: yaml.YAMLError) -> ConfigError:
@@ -241,17 +249,17 @@ def _keys(node: object) -> list[str]:
 
 
 def _groups() -> list[str]:
-    """The config groups, from the search path of the composition that failed."""
-    if not GlobalHydra.instance().is_initialized():
-        return []
-    return [name for name in GlobalHydra.instance().config_loader().list_groups("") if name != "hydra"]
+    """The config groups, from Hydra's search path while it is set, else from the project's folder."""
+    if GlobalHydra.instance().is_initialized():
+        return [name for name in GlobalHydra.instance().config_loader().list_groups("") if name != "hydra"]
+    return list(group_choices(_CONF)) if _CONF.is_dir() else []
 
 
 def _choices(group: str) -> list[str]:
     """A group's choices, the same way; empty where it is no group."""
-    if not group or not GlobalHydra.instance().is_initialized():
-        return []
-    try:
-        return list(GlobalHydra.instance().config_loader().get_group_options(group))
-    except HydraException:
-        return []
+    if GlobalHydra.instance().is_initialized():
+        try:
+            return list(GlobalHydra.instance().config_loader().get_group_options(group)) if group else []
+        except HydraException:
+            return []
+    return group_choices(_CONF).get(group, []) if _CONF.is_dir() else []

@@ -3,7 +3,7 @@
 # No postponed annotations here: DDP reads the types of its communication hook at run time.
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -66,6 +66,9 @@ class DDPManager:
                 yield
         else:
             yield
+
+    def forward_only(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def _sum_gradients(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

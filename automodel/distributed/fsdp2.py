@@ -85,6 +85,16 @@ class FSDP2Manager:
                 model.set_reshard_after_backward(is_last)
         yield
 
+    @contextmanager
+    def forward_only(self, model: nn.Module) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            # What only a backward would free again; named_parameters() is the sharded ones after this.
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
     def _mp_policy(self, is_root: bool) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(
             param_dtype=dtype_of(self.policy.param_dtype),

@@ -27,6 +27,9 @@ class StrategyManager(Protocol):
     def micro_batch(self, model: nn.Module, is_first: bool, is_last: bool) -> AbstractContextManager[None]:
         """Surrounds forward and backward of one micro-batch of a step."""
 
+    def forward_only(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Surrounds forwards without backward; afterwards the model holds no more than before."""
+
 
 def build_manager(mesh_context: MeshContext, precision: MixedPrecision | None = None) -> StrategyManager:
     """The manager of the context's strategy.

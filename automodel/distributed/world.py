@@ -42,6 +42,6 @@ class World:
         """
         if self.size == 1:
             return values.unsqueeze(0).cpu()
-        gathered = torch.empty(self.size * values.numel(), dtype=values.dtype, device=values.device)
-        dist.all_gather_into_tensor(gathered, values)
-        return gathered.view(self.size, -1).cpu()
+        gathered = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(gathered, values)
+        return torch.stack(gathered).cpu()

@@ -55,11 +55,11 @@ def parse_arguments(argv: Sequence[str], config_path: Path) -> Arguments:
     Raises:
         ConfigError: an unknown option.
     """
-    parsed = _parser().parse_args(list(argv))
+    parsed = _parser().parse_intermixed_args(list(argv))
     path = config_path.parent.joinpath(parsed.config_path) if parsed.config_path else config_path
     multirun = parsed.multirun or any(word.lstrip("+").lower() == "hydra.mode=multirun" for word in parsed.overrides)
     return Arguments(
-        argv=tuple(_without_config_path(argv)),
+        argv=tuple(_options_first(_without_config_path(argv), parsed.overrides)),
         overrides=tuple(parsed.overrides),
         config_path=path.resolve(),
         config_name=parsed.config_name or "train",
@@ -90,6 +90,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cfg", "-c")
     parser.add_argument("--info", "-i", nargs="?", const="all")
     return parser
+
+
+def _options_first(argv: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """``a=1 -m b=2`` as ``-m a=1 b=2``: Hydra does not understand an option between two overrides."""
+    rest = list(overrides)
+    options = []
+    for word in argv:
+        if word in rest:
+            rest.remove(word)
+        else:
+            options.append(word)
+    return [*options, *overrides]
 
 
 def _without_config_path(argv: Sequence[str]) -> list[str]:

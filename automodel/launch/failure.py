@@ -163,7 +163,7 @@ def compose_report(failures: Sequence[Failure], stacks: Mapping[int, str], world
 
 def _other(failure: Failure | None, stack: str) -> str:
     if failure is None:
-        return f"was waiting or working in {where(stack)}" if stack.strip() else "gave no answer, or had ended"
+        return f"was in {where(stack)}" if describe_stack(stack) else "gave no answer, or had ended"
     if failure.kind == "timeout":
         return f"timed out in {where(failure.traceback)}"
     if failure.kind == "peer":

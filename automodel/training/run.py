@@ -21,6 +21,7 @@ from automodel.config.schema import PrecisionConfig, TrainConfig
 from automodel.data import DataBundle, EpochSampler, TrainLoader, build_data
 from automodel.distributed.mesh import MeshAxisName, MeshContext
 from automodel.distributed.setup import setup_distributed
+from automodel.distributed.strategy import StrategyManager
 from automodel.launch.context import LaunchContext
 from automodel.launch.process_group import initialize, shutdown
 from automodel.model.build import build_config, build_model, count_parameters
@@ -103,7 +104,7 @@ def run(
             flops_utilization=flops_utilization,
         )
         result = trainer.train()
-        text = None if result.stopped else _sample_text(trained, config, data, mesh_context)
+        text = None if result.stopped else _sample_text(trained, infrastructure.manager, config, data, mesh_context)
         if reporter is not None:
             reporter.close_with(result, text, time.perf_counter() - started)
     shutdown()
@@ -219,7 +220,9 @@ def _header(
     )
 
 
-def _sample_text(model: nn.Module, config: TrainConfig, data: DataBundle, mesh_context: MeshContext) -> str | None:
+def _sample_text(
+    model: nn.Module, manager: StrategyManager, config: TrainConfig, data: DataBundle, mesh_context: MeshContext
+) -> str | None:
     if config.training.generate_tokens == 0:
         return None
 
@@ -229,7 +232,7 @@ def _sample_text(model: nn.Module, config: TrainConfig, data: DataBundle, mesh_c
         return token
 
     model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), manager.forward_only(model):
         return generate_text(
             lambda ids: forward(model, ids),
             data.tokenizer,

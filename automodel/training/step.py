@@ -51,7 +51,7 @@ def forward_backward(
 
 @torch.no_grad()
 def evaluation_sum(
-    model: nn.Module, micro_batches: Iterable[MicroBatch], device: torch.device
+    model: nn.Module, manager: StrategyManager, micro_batches: Iterable[MicroBatch], device: torch.device
 ) -> tuple[torch.Tensor, int]:
     """Summed loss (shape [], fp64) and number of trained tokens of this rank's micro-batches, without dropout."""
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -59,10 +59,11 @@ def evaluation_sum(
     was_training = model.training
     model.eval()
     try:
-        for micro_batch in micro_batches:
-            logits = forward(model, micro_batch.input_ids.to(device))
-            loss_sum += cross_entropy_sum(logits, micro_batch.labels.to(device))
-            num_label_tokens += micro_batch.num_label_tokens
+        with manager.forward_only(model):
+            for micro_batch in micro_batches:
+                logits = forward(model, micro_batch.input_ids.to(device))
+                loss_sum += cross_entropy_sum(logits, micro_batch.labels.to(device))
+                num_label_tokens += micro_batch.num_label_tokens
     finally:
         model.train(was_training)
     return loss_sum, num_label_tokens

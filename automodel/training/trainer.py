@@ -219,7 +219,7 @@ class Trainer:
             self.mesh_context.axis_rank(MeshAxisName.DP),
             self.mesh_context.dp_size,
         )
-        loss_sum, num_label_tokens = evaluation_sum(self.model, batches, self.mesh_context.device)
+        loss_sum, num_label_tokens = evaluation_sum(self.model, self.manager, batches, self.mesh_context.device)
         counts = torch.tensor(num_label_tokens, dtype=torch.float64, device=loss_sum.device)
         speaks = float(self.world.speaks_for_tokens)
         total_loss, total_tokens = self.world.gather(torch.stack([loss_sum, counts]) * speaks).sum(0).tolist()

@@ -16,7 +16,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 def compose_node(*overrides: str, with_hydra: bool = False) -> DictConfig:
     schema.register()
-    with initialize_config_dir(str(CONF), version_base=None):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose("train", list(overrides), return_hydra_config=with_hydra)
 
 

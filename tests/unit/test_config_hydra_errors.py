@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from composing import CONF
 from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from automodel.config import ConfigError, load, schema
@@ -15,7 +16,7 @@ from automodel.config.hydra_errors import translate
 
 def _refusal(*overrides: str, conf: Path = CONF, name: str = "train") -> ConfigError | None:
     schema.register()
-    with initialize_config_dir(str(conf), version_base=None):
+    with initialize_config_dir(str(conf), version_base="1.3"):
         try:
             composed = compose(name, list(overrides))
             plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
@@ -115,7 +116,7 @@ def test_is_legal(override: str) -> None:
 
 
 def test_open_sections_are_open_without_a_plus() -> None:
-    with initialize_config_dir(str(CONF), version_base=None):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
         schema.register()
         composed = compose(
             "train", ["model.config.rope_theta=5000", "distributed.strategy=ddp", "distributed.bucket_cap_mb=5"]
@@ -162,6 +163,23 @@ def test_a_file_that_is_no_yaml_is_named_with_the_line(own_conf: Path) -> None:
     error = _refusal(conf=own_conf)
     assert error is not None
     assert "mine.yaml, line 3" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "legal"),
+    [("logger=null", "logger", "tensorboard"), ("~speed", "~speed", "optimizer"), ("speed=3", "speed", "experiment")],
+)
+def test_groups_are_known_after_hydra_has_let_go_of_its_search_path(override: str, key: str, legal: str) -> None:
+    schema.register()
+    with (
+        pytest.raises((ConfigCompositionException, ValueError)) as caught,
+        initialize_config_dir(str(CONF), version_base="1.3"),
+    ):
+        compose("train", [override])
+    error = translate(caught.value, [override])
+    assert error is not None
+    assert error.key == key
+    assert legal in error.legal
 
 
 def test_errors_that_are_no_requests_are_left_alone() -> None:

@@ -14,7 +14,7 @@ def test_overrides_make_an_ordinary_run():
     arguments = parse_arguments(["seed=1", "+experiment=debug", "~data"], CONF)
     assert arguments.overrides == ("seed=1", "+experiment=debug", "~data")
     assert (arguments.config_path, arguments.config_name) == (CONF, "train")
-    assert not (arguments.help or arguments.query or arguments.multirun)
+    assert (arguments.help, arguments.query, arguments.multirun) == (False, False, False)
 
 
 @pytest.mark.parametrize("words", [["--cfg", "job"], ["-c", "job"], ["--info"], ["--version"], ["--hydra-help"]])
@@ -39,3 +39,10 @@ def test_an_unknown_option_is_refused_with_the_nearest():
     with pytest.raises(ConfigError) as refused:
         parse_arguments(["--multirn", "seed=1"], CONF)
     assert refused.value.hint == "did you mean '--multirun'?"
+
+
+def test_options_may_stand_between_overrides():
+    arguments = parse_arguments(["seed=1", "-m", "optimizer.lr=1,2", "--config-name", "big"], CONF)
+    assert arguments.multirun
+    assert arguments.overrides == ("seed=1", "optimizer.lr=1,2")
+    assert arguments.argv == ("-m", "--config-name", "big", "seed=1", "optimizer.lr=1,2")

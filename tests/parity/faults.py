@@ -1,0 +1,65 @@
+"""Things broken on purpose, one at a time, to see the parity tests fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from automodel.distributed.world import World
+
+
+@contextmanager
+def ddp_averages() -> Iterator[None]:
+    """DDP's own mean instead of the sum."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    with mock.patch.object(DistributedDataParallel, "register_comm_hook"):
+        yield
+
+
+@contextmanager
+def fsdp_averages() -> Iterator[None]:
+    """FSDP's own mean instead of the sum."""
+    with (
+        mock.patch.object(FSDPModule, "set_gradient_divide_factor"),
+        mock.patch.object(FSDPModule, "set_force_sum_reduction_for_comms"),
+    ):
+        yield
+
+
+@contextmanager
+def local_token_count() -> Iterator[None]:
+    """Each rank divides by its own tokens times the world: a mean of means."""
+    original = World.sum_counts
+
+    def broken(self: World, tokens: int, *rest: int) -> list[int]:
+        return [max(tokens, 1) * self.size, *original(self, tokens, *rest)[1:]]
+
+    with mock.patch.object(World, "sum_counts", broken):
+        yield
+
+
+@contextmanager
+def unseeded_dropout() -> Iterator[None]:
+    """Each rank draws dropout from wherever its generator stands."""
+    with mock.patch("automodel.training.step.torch.manual_seed"):
+        yield
+
+
+@contextmanager
+def no_gradient_accumulation() -> Iterator[None]:
+    """Only the last micro-batch of a rank counts."""
+    from automodel.training import trainer
+
+    original: Any = trainer.forward_backward
+
+    def broken(model: torch.nn.Module, manager: Any, micro_batches: list[Any], *rest: Any) -> torch.Tensor:
+        return original(model, manager, micro_batches[-1:], *rest)
+
+    with mock.patch.object(trainer, "forward_backward", broken):
+        yield
