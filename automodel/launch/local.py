@@ -104,17 +104,18 @@ def _jobs(
             run_dir=run_dir,
             context=context,
             device_type=device,
-            environment=rank_environment(os.environ, context),
+            environment=rank_environment(os.environ, context, device),
             num_threads=num_threads(os.environ, world_size),
             listener=listener if rank == 0 else None,
         )
 
 
-def rank_environment(environ: Mapping[str, str], context: LaunchContext) -> dict[str, str]:
+def rank_environment(environ: Mapping[str, str], context: LaunchContext, device: DeviceType) -> dict[str, str]:
     """The environment of one rank of a local run.
 
     torchrun's variables say where it is; those of Slurm and submitit are removed, since they
-    describe the launcher. gloo and NCCL are told to use the loopback unless the user chose.
+    describe the launcher. gloo and NCCL are told to use the loopback unless the user chose. A run
+    on the CPU sees no GPU, so that no library puts a context on one.
     """
     result = {k: v for k, v in environ.items() if not k.startswith(("SLURM_", "SUBMITIT_"))}
     result.update(
@@ -125,6 +126,8 @@ def rank_environment(environ: Mapping[str, str], context: LaunchContext) -> dict
         MASTER_ADDR=context.master_addr,
         MASTER_PORT=str(context.master_port),
     )
+    if device == "cpu":
+        result["CUDA_VISIBLE_DEVICES"] = ""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     result.setdefault("GLOO_SOCKET_IFNAME", loopback)
     result.setdefault("NCCL_SOCKET_IFNAME", loopback)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import traceback
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from automodel.launch import forkserver
 from automodel.launch.context import LaunchContext
 from automodel.launch.devices import DeviceType, choose_device, count_gpus
 from automodel.launch.errors import RunFailed
+from automodel.launch.lifetime import end_with_parent
 from automodel.launch.program import Program, resolve
 
 
@@ -108,6 +110,7 @@ def _check_in_child(plan: Plan, program: Program) -> int:
 
 
 def _child(plan: Plan, program: Program, environment: dict[str, str], sender: Connection) -> None:
+    end_with_parent()
     os.environ.clear()
     os.environ.update(environment)
     try:
@@ -116,4 +119,6 @@ def _child(plan: Plan, program: Program, environment: dict[str, str], sender: Co
         answer = error
     except Exception:
         answer = traceback.format_exc()
-    sender.send(answer)
+    # A launcher that was interrupted meanwhile does not wait for an answer.
+    with contextlib.suppress(BrokenPipeError):
+        sender.send(answer)

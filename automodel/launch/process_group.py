@@ -75,20 +75,22 @@ def initialize(context: LaunchContext, device_type: str, timeout: datetime.timed
         device_type: ``cpu`` or ``cuda``.
         timeout: of every collective, in this group and in those made later.
     """
+    device: torch.device | None = None
     if device_type == "cuda":
-        torch.cuda.set_device(context.local_rank)
+        # A scheduler may show each task only its own GPU, which then has index 0.
+        device = torch.device("cuda", context.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     if context.world_size == 1:
         return
     _set_default_timeouts(timeout)
     store = dist.PrefixStore("process_group", connect_store(context, timeout))
-    cuda = device_type == "cuda"
     dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
+        backend="cpu:gloo,cuda:nccl" if device else "gloo",
         store=store,
         rank=context.rank,
         world_size=context.world_size,
         timeout=timeout,
-        device_id=torch.device("cuda", context.local_rank) if cuda else None,
+        device_id=device,
     )
 
 

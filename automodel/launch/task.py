@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from automodel.config.errors import ConfigError
 from automodel.launch.compose import to_container
-from automodel.launch.context import LaunchContext
+from automodel.launch.context import LaunchContext, detect
 from automodel.launch.errors import RunFailed
 from automodel.launch.local import run_local
 from automodel.launch.logs import append_text
@@ -49,6 +50,7 @@ class LocalTask:
         run_dir = Path(hydra.runtime.output_dir)
         self.num_jobs += 1
         try:
+            refuse_foreign_ranks(detect(os.environ))
             plan = self._plan_for(to_container(composed, hydra.overrides.task))
             return run_local(plan.config, run_dir, plan.world_size, plan.device, self.program)
         except (ConfigError, RunFailed) as error:
@@ -63,3 +65,20 @@ class LocalTask:
         if self.plan is not None and self.plan.container == container:
             return self.plan
         return preflight(container, LaunchContext(), self.program)
+
+
+def refuse_foreign_ranks(context: LaunchContext) -> None:
+    """Refuse a job that Hydra's launcher started as one of several ranks.
+
+    Each of them would start a world of its own, all in one run folder.
+
+    Raises:
+        ConfigError: the process is a rank already.
+    """
+    if context.kind != "single":
+        raise ConfigError(
+            "hydra/launcher",
+            context.kind,
+            "jobs whose ranks another launcher starts are not supported by this version",
+            "leave hydra/launcher out, or start the ranks with torchrun or srun",
+        )

@@ -48,7 +48,7 @@ def test_the_device_is_cuda_where_there_is_a_gpu():
 def test_a_rank_gets_torchruns_variables_and_none_of_slurms():
     environ = {"HOME": "/root", "SLURM_PROCID": "0", "SUBMITIT_EXECUTOR": "local", "RANK": "9"}
     context = LaunchContext("local", 1, 4, 1, 4, master_port=4321)
-    result = rank_environment(environ, context)
+    result = rank_environment(environ, context, "cpu")
     assert {k: result[k] for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")} == {
         "RANK": "1",
         "LOCAL_RANK": "1",
@@ -61,8 +61,8 @@ def test_a_rank_gets_torchruns_variables_and_none_of_slurms():
 
 def test_ranks_use_the_loopback_unless_the_user_chose():
     context = LaunchContext("local", 0, 2, 0, 2)
-    assert rank_environment({}, context)["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
-    assert rank_environment({"NCCL_SOCKET_IFNAME": "eth0"}, context)["NCCL_SOCKET_IFNAME"] == "eth0"
+    assert rank_environment({}, context, "cpu")["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    assert rank_environment({"NCCL_SOCKET_IFNAME": "eth0"}, context, "cuda")["NCCL_SOCKET_IFNAME"] == "eth0"
 
 
 def test_ranks_share_the_cores_unless_the_user_chose():
@@ -70,4 +70,11 @@ def test_ranks_share_the_cores_unless_the_user_chose():
     assert num_threads({}, 1) == cores
     assert num_threads({}, 10 * cores) == 1
     assert num_threads({"OMP_NUM_THREADS": "3"}, 64) == 3
-    assert rank_environment({}, LaunchContext("local", 0, cores, 0, cores))["OMP_NUM_THREADS"] == "1"
+    assert rank_environment({}, LaunchContext("local", 0, cores, 0, cores), "cpu")["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_run_on_the_cpu_sees_no_gpu():
+    context = LaunchContext("local", 0, 2, 0, 2)
+    environ = {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert rank_environment(environ, context, "cpu")["CUDA_VISIBLE_DEVICES"] == ""
+    assert rank_environment(environ, context, "cuda")["CUDA_VISIBLE_DEVICES"] == "2,3"
