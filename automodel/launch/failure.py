@@ -150,7 +150,7 @@ def compose_report(failures: Sequence[Failure], stacks: Mapping[int, str], world
             lines += [f"last output of rank {root.rank}:", root.output.rstrip(), ""]
     others = [rank for rank in range(world_size) if rank != root.rank or root.kind == "timeout"]
     for rank in others:
-        lines.append(f"  rank {rank}: {_other(by_rank.get(rank), stacks.get(rank, ''))}")
+        lines.append(f"  rank {rank}: {_other(by_rank.get(rank), stacks.get(rank, ''), root)}")
     report = "\n".join(lines).rstrip()
     details = [report]
     for rank in range(world_size):
@@ -161,11 +161,13 @@ def compose_report(failures: Sequence[Failure], stacks: Mapping[int, str], world
     return report, "\n\n".join(details)
 
 
-def _other(failure: Failure | None, stack: str) -> str:
+def _other(failure: Failure | None, stack: str, root: Failure) -> str:
     if failure is None:
         return f"was in {where(stack)}" if describe_stack(stack) else "gave no answer, or had ended"
     if failure.kind == "timeout":
         return f"timed out in {where(failure.traceback)}"
     if failure.kind == "peer":
         return f"lost its connection in {where(failure.traceback)}"
+    if failure.rank != root.rank and failure.kind == "error" and failure.message == root.message:
+        return "ended with the same error"
     return failure.headline.removeprefix(f"rank {failure.rank} ")

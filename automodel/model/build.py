@@ -35,18 +35,20 @@ def build_config(config: ModelConfig) -> PretrainedConfig:
         config_class: Any = CONFIG_MAPPING[model_type]
         _check_fields(config_class, config.config)
         return _construct(config_class, {}, config.config)
-    base = _load_config(config)
-    _check_fields(type(base), config.config)
-    return _construct(type(base), base.to_dict(), config.config)
+    config_class, written = _load_config(config)
+    _check_fields(config_class, config.config)
+    return _construct(config_class, written, config.config)
 
 
-def _load_config(config: ModelConfig) -> PretrainedConfig:
+def _load_config(config: ModelConfig) -> tuple[type[PretrainedConfig], dict[str, Any]]:
     from transformers import AutoConfig
 
     path = config.pretrained_model_name_or_path
     assert path is not None
     try:
         loaded: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        # As written, before the class derives fields from others: an override must reach those too.
+        written, _ = type(loaded).get_config_dict(path)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
@@ -55,7 +57,7 @@ def _load_config(config: ModelConfig) -> PretrainedConfig:
             f"no usable model configuration there: {reason}",
             "a folder with a config.json, or the name of a model on the Hugging Face hub",
         ) from error
-    return loaded
+    return type(loaded), written
 
 
 def _construct(config_class: Any, base: dict[str, Any], overrides: dict[str, Any]) -> PretrainedConfig:
