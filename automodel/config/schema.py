@@ -19,6 +19,7 @@ from automodel.config.coerce import from_mapping, is_none
 from automodel.config.distributed import DistributedSection, parse_distributed_section
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
+LossName = Literal["cross_entropy", "linear_cross_entropy"]
 
 
 @dataclass
@@ -87,13 +88,18 @@ class LRSchedulerConfig:
 
 @dataclass
 class TrainingConfig:
-    """The loop. Sizes are in samples; ``seq_length`` in tokens."""
+    """The loop. Sizes are in samples; ``seq_length`` in tokens.
+
+    ``loss`` linear_cross_entropy never holds the logits of all tokens at once, which pays from vocabularies of
+    some ten thousand tokens on.
+    """
 
     max_steps: int | None = None
     num_epochs: int | None = None
     global_batch_size: int = 8
     local_batch_size: int = 2
     seq_length: int = 256
+    loss: LossName = "cross_entropy"
     max_grad_norm: float | None = 1.0
     ckpt_every_steps: int | None = None
     val_every_steps: int | None = None

@@ -19,6 +19,7 @@ from automodel.config.validate_training import (
     check_launch,
     check_logger,
     check_loop,
+    check_loss,
     check_lr_scheduler,
     check_model_choice,
     check_optimizer,
@@ -80,6 +81,7 @@ def validate(config: TrainConfig, world_size: int, local_world_size: int | None 
     check_strategy(section)
     check_strategy_ranges(section)
     check_loop(config)
+    check_loss(config)
     sizes = section.resolve(world_size)
     check_nodes(config, local_world_size)
     check_model_sizes(config, config.model.config, world_size)

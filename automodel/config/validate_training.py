@@ -130,6 +130,25 @@ def check_loop(config: TrainConfig) -> None:
         )
 
 
+def check_loss(config: TrainConfig) -> None:
+    """A loss that the model itself returns leaves it in the output's dtype, and below fp32 it would be rounded.
+
+    Raises:
+        ConfigError: names the dtype's setting.
+    """
+    if config.training.loss != "linear_cross_entropy":
+        return
+    explicit = getattr(config.distributed.strategy_config, "mp_policy", None)
+    prefix, policy = ("precision", config.precision) if explicit is None else ("distributed.mp_policy", explicit)
+    if policy.output_dtype not in (None, "float32"):
+        raise ConfigError(
+            f"{prefix}.output_dtype",
+            policy.output_dtype,
+            "training.loss=linear_cross_entropy is what the model returns, and it is returned in fp32",
+            "float32, or training.loss=cross_entropy",
+        )
+
+
 def check_optimizer(config: TrainConfig) -> None:
     """Ranges of the optimizer, and settings that the chosen one does not read.
 

@@ -6,6 +6,7 @@ from automodel.config.errors import ConfigError
 from automodel.config.schema import TrainConfig
 from automodel.config.validate import check_model_sizes
 from automodel.model.build import build_config, build_model
+from automodel.model.output_head import check_output_head
 
 EXPERT_COUNT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -15,7 +16,7 @@ def check_model(config: TrainConfig, world_size: int) -> None:
 
     Raises:
         ConfigError: an unknown field, model or attention; sizes that the layout does not divide; a mixture of
-            experts, whose balancing loss this version would leave out.
+            experts, whose balancing loss this version would leave out; an output head that the loss does not fit.
     """
     hf_config = build_config(config.model)
     text_config = hf_config.get_text_config()
@@ -28,7 +29,9 @@ def check_model(config: TrainConfig, world_size: int) -> None:
                 "a dense model",
             )
     check_model_sizes(config, {name: getattr(text_config, name, None) for name in SIZE_FIELDS}, world_size)
-    build_model(hf_config, config.model)
+    model = build_model(hf_config, config.model)
+    if config.training.loss == "linear_cross_entropy":
+        check_output_head(model)
 
 
 SIZE_FIELDS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 PP2 = ("distributed=fsdp2_pp2",)
 PP4 = ("distributed=fsdp2_pp2", "distributed.pp_size=4")
+LINEAR = ("training.loss=linear_cross_entropy",)
 MFSDP = ("distributed=megatron_fsdp",)
 
 # overrides, ranks (None: the smallest legal number), key of the refusal, a word of what is legal
@@ -233,6 +234,10 @@ REFUSED: list[tuple[tuple[str, ...], int | None, str, str]] = [
         "lr_scheduler.decay_steps",
         "1 to 80",
     ),
+    # the loss
+    (("training.loss=mse",), None, "training.loss", "cross_entropy, linear_cross_entropy"),
+    ((*LINEAR, "precision.output_dtype=bfloat16"), None, "precision.output_dtype", "float32"),
+    ((*LINEAR, "distributed.mp_policy={param_dtype:bfloat16}"), None, "distributed.mp_policy.output_dtype", "float32"),
     # launch
     (("launch.device=cuda",), None, "launch.device", "cpu"),
     (("launch.device=tpu",), None, "launch.device", "auto, cpu, cuda"),
@@ -282,6 +287,8 @@ LEGAL: list[tuple[tuple[str, ...], int | None, int]] = [
     # another strategy's fields at their defaults are dropped
     (("distributed=ddp", "distributed.tp_size=1", "distributed.defer_fsdp_grad_sync=true"), None, 1),
     (("~distributed", "~pipeline", "~moe"), None, 1),
+    ((*LINEAR, "distributed.mp_policy={output_dtype:none}", "precision.output_dtype=bfloat16"), None, 1),
+    ((*LINEAR, "distributed=ddp"), None, 1),
     # every axis at once
     (("distributed=fsdp2_tp2_pp2", "distributed.cp_size=2", "distributed.sequence_parallel=true"), None, 8),
     (("distributed.tp_size=2", "distributed.ep_size=2", "distributed.sequence_parallel=true"), None, 4),
