@@ -36,8 +36,6 @@ def _strategy_field(name: str) -> Callable[[TrainConfig], Any]:
 
 
 MISSING = (
-    Missing("distributed.tp_size", _size("tp_size"), "tensor parallel", "1"),
-    Missing("distributed.pp_size", _size("pp_size"), "pipeline parallel", "1"),
     Missing("distributed.cp_size", _size("cp_size"), "context parallel", "1"),
     Missing("distributed.ep_size", _size("ep_size"), "expert parallel", "1"),
     Missing(
@@ -46,13 +44,22 @@ MISSING = (
         "this strategy",
         "fsdp2, ddp",
     ),
-    Missing("distributed.tp_plan", _strategy_field("tp_plan"), "a tensor-parallel plan", "none"),
     Missing("distributed.enable_compile", _strategy_field("enable_compile"), "torch.compile", "false"),
     Missing(
         "distributed.activation_checkpointing",
         lambda config: "selective" if config.distributed.activation_checkpointing == "selective" else None,
         "selective checkpointing",
         "false, true, full",
+    ),
+    Missing(
+        "training.loss",
+        lambda config: (
+            config.training.loss
+            if config.training.loss == "linear_cross_entropy" and config.distributed.pp_size > 1
+            else None
+        ),
+        "this loss under pipeline parallel",
+        "cross_entropy",
     ),
     Missing("data.packed_sequence_size", lambda config: config.data.packed_sequence_size or None, "packing", "0"),
     Missing(

@@ -39,7 +39,8 @@ class FSDP2Config:
         defer_fsdp_grad_sync: reduce gradients once a step instead of once a micro-batch. Between
             micro-batches each rank then holds whole gradients.
         reshard_after_forward: free a block's gathered parameters after its forward and gather
-            them again in its backward (ZeRO-3); false keeps them until its backward (ZeRO-2).
+            them again in its backward (ZeRO-3); false keeps them until its backward (ZeRO-2). None: true, and
+            false under pipeline parallel, where parameters are then gathered once for all micro-batches.
         gather_once_per_step: keep parameters gathered from the first forward of a step to its last
             backward. Each rank then holds the whole model in ``param_dtype`` during a step.
         forward_prefetch: number of blocks whose parameters are gathered ahead in forward.
@@ -52,7 +53,7 @@ class FSDP2Config:
     mp_policy: MixedPrecision | None = None
     offload_policy: Literal["cpu"] | None = None
     defer_fsdp_grad_sync: bool = True
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | None = None
     gather_once_per_step: bool = False
     forward_prefetch: int = 0
     backward_prefetch: int = 0
@@ -80,7 +81,20 @@ class MegatronFSDPConfig:
 
 @dataclass
 class PipelineConfig:
-    """Pipeline schedule and splitting; read when ``pp_size`` > 1."""
+    """Pipeline schedule and splitting; read when ``pp_size`` > 1.
+
+    Attributes:
+        pp_schedule: a name of ``conf/pipeline``, or torch's class name.
+        pp_microbatch_size: samples of a micro-batch; a local batch holds several.
+        scale_grads_in_schedule: let the schedule divide gradients by the number of micro-batches; the loss is
+            then multiplied by it, so that the result stays the same.
+        layers_per_stage: none: one stage a rank, two where the schedule has many, balanced by their parameters.
+        module_fqns_per_model_part: the modules of each stage by full name.
+        pp_schedule_csv: path of a schedule in torch's CSV format, instead of ``pp_schedule``.
+        round_virtual_stages_to_pp_multiple: what to do when layers / layers_per_stage is no multiple of pp_size.
+        pp_plan: modules with parameters by full name, in the order in which they run, for a model without a plan
+            of its own: the embedding, the list of layers, the final norm, the head.
+    """
 
     pp_schedule: str = "1f1b"
     pp_microbatch_size: int = 1
@@ -89,6 +103,7 @@ class PipelineConfig:
     module_fqns_per_model_part: list[list[str]] | None = None
     pp_schedule_csv: str | None = None
     round_virtual_stages_to_pp_multiple: Literal["up", "down"] | None = None
+    pp_plan: list[str] | None = None
 
 
 @dataclass

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from automodel.config.distributed import DistributedSection, PipelineConfig
 from automodel.config.errors import ConfigError, nearest
+from automodel.config.pipeline_csv import read_csv_schedule
 
 
 @dataclass(frozen=True)
@@ -93,22 +93,23 @@ def check_pipeline(section: DistributedSection, local_batch_size: int, samples_p
             "distributed.pipeline.pp_microbatch_size", size, "a micro-batch has at least one sample", "1, 2, ..."
         )
     schedule = find_schedule(pipeline.pp_schedule)
-    if schedule.splits_backward and section.activation_checkpointing == "selective":
+    csv = None if pipeline.pp_schedule_csv is None else read_csv_schedule(pipeline.pp_schedule_csv, section.pp_size)
+    _check_checkpointing(section, "the schedule" if csv else schedule.name, (csv or schedule).splits_backward)
+    if pipeline.scale_grads_in_schedule and samples_per_rank != local_batch_size:
         raise ConfigError(
-            "distributed.activation_checkpointing",
-            "selective",
-            f"{schedule.name} runs backward in two halves, which selective checkpointing cannot serve",
-            "false, or another schedule: 1f1b, gpipe, interleaved_1f1b, looped_bfs",
+            "distributed.pipeline.scale_grads_in_schedule",
+            True,
+            "a schedule rescales all gradients so far, and this step runs it "
+            f"{samples_per_rank // local_batch_size} times",
+            f"false, or training.local_batch_size={samples_per_rank}",
         )
-    if pipeline.pp_schedule_csv is not None:
-        if not Path(pipeline.pp_schedule_csv).expanduser().is_file():
-            raise ConfigError(
-                "distributed.pipeline.pp_schedule_csv",
-                pipeline.pp_schedule_csv,
-                "there is no such file",
-                "a file with a schedule in torch's CSV format, or none",
-            )
-        return
+    if getattr(section.strategy_config, "gather_once_per_step", False):
+        raise ConfigError(
+            "distributed.gather_once_per_step",
+            True,
+            "with pp_size > 1 parameters are gathered once for each local batch",
+            f"false, or training.local_batch_size={samples_per_rank} to gather once in a step",
+        )
     if local_batch_size % size:
         legal = _legal_local_batches(schedule, pipeline, section.pp_size, samples_per_rank)
         raise ConfigError(
@@ -117,6 +118,16 @@ def check_pipeline(section: DistributedSection, local_batch_size: int, samples_p
             f"a local batch must be a multiple of distributed.pipeline.pp_microbatch_size={size}",
             legal,
         )
+    if csv is not None:
+        if local_batch_size // size != csv.num_microbatches:
+            raise ConfigError(
+                "training.local_batch_size",
+                local_batch_size,
+                f"the schedule in distributed.pipeline.pp_schedule_csv is for {csv.num_microbatches} micro-batches of "
+                f"{size}",
+                str(csv.num_microbatches * size),
+            )
+        return
     rule = schedule.needs_microbatches(local_batch_size // size, section.pp_size)
     if rule is not None:
         legal = _legal_local_batches(schedule, pipeline, section.pp_size, samples_per_rank)
@@ -126,6 +137,22 @@ def check_pipeline(section: DistributedSection, local_batch_size: int, samples_p
             f"{rule}; local_batch_size / pp_microbatch_size gives {local_batch_size // size}",
             legal,
         )
+
+
+def _check_checkpointing(section: DistributedSection, schedule: str, splits_backward: bool) -> None:
+    mode = section.activation_checkpointing
+    if not splits_backward or mode in (False, "full"):
+        return
+    others = "another schedule: 1f1b, gpipe, interleaved_1f1b, looped_bfs"
+    if mode == "selective":
+        rule = f"{schedule} runs backward in two halves, which selective checkpointing cannot serve"
+        raise ConfigError("distributed.activation_checkpointing", mode, rule, f"false, or {others}")
+    raise ConfigError(
+        "distributed.activation_checkpointing",
+        mode,
+        f"{schedule} runs backward in two halves, and recomputes each block up to ten times",
+        f"full, if memory is worth that; false; or {others}",
+    )
 
 
 def _legal_local_batches(schedule: Schedule, pipeline: PipelineConfig, pp_size: int, samples_per_rank: int) -> str:
@@ -154,7 +181,7 @@ def check_stages(section: DistributedSection, num_layers: int | None) -> None:
         return
     pipeline, pp_size = section.pipeline, section.pp_size
     schedule = find_schedule(pipeline.pp_schedule)
-    stages = _count_stages(pipeline, schedule, pp_size, num_layers)
+    stages = count_stages(pipeline, pp_size, num_layers)
     if stages is None:
         return
     per_rank = stages // pp_size
@@ -176,9 +203,16 @@ def check_stages(section: DistributedSection, num_layers: int | None) -> None:
         )
 
 
-def _count_stages(pipeline: PipelineConfig, schedule: Schedule, pp_size: int, num_layers: int | None) -> int | None:
-    """Stages over all ranks, a multiple of ``pp_size``; None where that depends on unknown layers."""
+def count_stages(pipeline: PipelineConfig, pp_size: int, num_layers: int | None) -> int | None:
+    """Stages over all ranks, a multiple of ``pp_size``; None where that depends on unknown layers.
+
+    Raises:
+        ConfigError: the settings give no such number.
+    """
+    schedule = find_schedule(pipeline.pp_schedule)
     parts, per_stage = pipeline.module_fqns_per_model_part, pipeline.layers_per_stage
+    if pipeline.pp_schedule_csv is not None:
+        return _count_csv_stages(pipeline, pp_size, num_layers)
     if parts is not None:
         if per_stage is not None:
             raise ConfigError(
@@ -218,3 +252,24 @@ def _count_stages(pipeline: PipelineConfig, schedule: Schedule, pp_size: int, nu
         f"{num_layers} layers make {stages} stages, which is no multiple of pp_size={pp_size}",
         f"{', '.join(map(str, fitting)) or 'none'}; or round_virtual_stages_to_pp_multiple=up",
     )
+
+
+def _count_csv_stages(pipeline: PipelineConfig, pp_size: int, num_layers: int | None) -> int:
+    assert pipeline.pp_schedule_csv is not None
+    stages = len(read_csv_schedule(pipeline.pp_schedule_csv, pp_size).stage_ranks)
+    parts, per_stage = pipeline.module_fqns_per_model_part, pipeline.layers_per_stage
+    if parts is not None and len(parts) != stages:
+        raise ConfigError(
+            "distributed.pipeline.module_fqns_per_model_part",
+            f"{len(parts)} parts",
+            f"the schedule in distributed.pipeline.pp_schedule_csv has {stages} stages",
+            f"{stages} parts",
+        )
+    if per_stage is not None and num_layers is not None and -(-num_layers // per_stage) != stages:
+        raise ConfigError(
+            "distributed.pipeline.layers_per_stage",
+            per_stage,
+            f"the schedule in distributed.pipeline.pp_schedule_csv has {stages} stages for {num_layers} layers",
+            "none",
+        )
+    return stages

@@ -41,18 +41,27 @@ class FSDP2Manager:
             return self.mesh_context.mesh(MeshAxisName.DP_REPLICATE, MeshAxisName.DP_SHARD_CP)
         return self.mesh_context.mesh(MeshAxisName.DP_SHARD_CP)
 
-    def shard(self, model: nn.Module) -> nn.Module:
+    def shard(self, model: nn.Module, gives_logits: bool = True) -> nn.Module:
+        """Shard in place.
+
+        Args:
+            gives_logits: false for a pipeline stage whose hidden states another stage goes on with; they keep
+                their compute dtype.
+        """
         if self.mesh_context.world_size == 1:
             return model
         mesh = self.data_parallel_mesh()
-        reshard = self.config.reshard_after_forward and not self.config.gather_once_per_step
+        reshard = self.config.reshard_after_forward
+        if reshard is None:
+            reshard = self.mesh_context.pp_size == 1
+        reshard = reshard and not self.config.gather_once_per_step
         blocks = list(transformer_blocks(model).values())
         for block in blocks:
             fully_shard(
                 block,
                 mesh=mesh,
                 reshard_after_forward=reshard,
-                mp_policy=self._mp_policy(is_root=False),
+                mp_policy=self._mp_policy(gives_logits=False),
                 offload_policy=self._offload_policy(),
             )
         fully_shard(
@@ -60,7 +69,7 @@ class FSDP2Manager:
             mesh=mesh,
             # Gathered again at once in backward: freeing the root between the two only costs a gather.
             reshard_after_forward=False,
-            mp_policy=self._mp_policy(is_root=True),
+            mp_policy=self._mp_policy(gives_logits),
             offload_policy=self._offload_policy(),
         )
         for module in model.modules():
@@ -95,12 +104,12 @@ class FSDP2Manager:
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def _mp_policy(self, is_root: bool) -> MixedPrecisionPolicy:
+    def _mp_policy(self, gives_logits: bool) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(
             param_dtype=dtype_of(self.policy.param_dtype),
             reduce_dtype=dtype_of(self.policy.reduce_dtype),
             # Between blocks the hidden states keep the compute dtype.
-            output_dtype=dtype_of(self.policy.output_dtype) if is_root else None,
+            output_dtype=dtype_of(self.policy.output_dtype) if gives_logits else None,
             cast_forward_inputs=self.policy.cast_forward_inputs,
         )
 

@@ -18,10 +18,12 @@ class World:
     def __init__(self, mesh_context: MeshContext) -> None:
         self.device = mesh_context.device
         self.size = mesh_context.world_size
+        # The ranks that hold the same parameters or parts of them.
+        self.ranks_of_a_stage = mesh_context.world_size // mesh_context.pp_size
         # Tensor- and pipeline-parallel ranks see the tokens of their peers: one of them speaks for all.
-        self.speaks_for_tokens = (
-            mesh_context.axis_rank(MeshAxisName.TP) == 0 and mesh_context.axis_rank(MeshAxisName.PP) == 0
-        )
+        self.speaks_for_loss = mesh_context.axis_rank(MeshAxisName.TP) == 0
+        # Pipeline ranks without the last stage have no loss to tell, but all of them count tokens.
+        self.speaks_for_tokens = self.speaks_for_loss and mesh_context.axis_rank(MeshAxisName.PP) == 0
 
     def sum_counts(self, *counts: int) -> list[int]:
         """Sum whole numbers over all ranks, on the CPU, so that no GPU work is waited for."""

@@ -79,14 +79,17 @@ def initialize_weights(model: PreTrainedModel, seed: int) -> None:
     for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.fill_(torch.nan)
-    done: set[int] = set()
-    unset = _initialize_unit([], [("", model, model)], seed, done)
+    # Parameter -> the first of its names; a tied one gets the values of the module that this names.
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), name)
+    unset = _initialize_unit([], [("", model, model)], seed, names)
     for name, module, owner in _walk(model, model):
         children = [
             (f"{name}.{key}" if name else key, child, child if isinstance(child, PreTrainedModel) else owner)
             for key, child in module.named_children()
         ]
-        unset += _initialize_unit([(name, module, owner)], children, seed, done)
+        unset += _initialize_unit([(name, module, owner)], children, seed, names)
     unset += [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.isnan().any()]
     if unset:
         raise RuntimeError(f"{type(model).__name__} leaves these without initial values: {', '.join(unset)}")
@@ -96,7 +99,7 @@ def _initialize_unit(
     parents: list[tuple[str, nn.Module, PreTrainedModel]],
     children: list[tuple[str, nn.Module, PreTrainedModel]],
     seed: int,
-    done: set[int],
+    names: dict[int, str],
 ) -> list[str]:
     """Initialise children, then let the parent change them; store the children's slices.
 
@@ -115,13 +118,13 @@ def _initialize_unit(
             _init_module(owner, module, module_seed(seed, name))
         for name, module, _ in children:
             for key, parameter in held[id(module)].items():
-                if parameter is None or id(parameter) in done:
+                full_name = f"{name}.{key}" if name else key
+                if parameter is None or names[id(parameter)] != full_name:
                     continue
-                done.add(id(parameter))
                 full_parameter = module._parameters[key]
                 assert full_parameter is not None
                 if full_parameter.isnan().any():
-                    unset.append(f"{name}.{key}")
+                    unset.append(full_name)
                 _copy_slice(parameter, full_parameter)
     finally:
         for _, module, _ in [*children, *parents]:

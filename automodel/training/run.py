@@ -20,8 +20,8 @@ from automodel.config.errors import ConfigError
 from automodel.config.schema import PrecisionConfig, TrainConfig
 from automodel.data import DataBundle, EpochSampler, TrainLoader, build_data
 from automodel.distributed.mesh import MeshAxisName, MeshContext
+from automodel.distributed.pipeline_parallel import AutoPipeline
 from automodel.distributed.setup import setup_distributed
-from automodel.distributed.strategy import StrategyManager
 from automodel.launch.context import LaunchContext
 from automodel.launch.process_group import initialize, shutdown
 from automodel.model.build import build_config, build_model, count_parameters
@@ -33,7 +33,7 @@ from automodel.training.metrics import MetricsFile, StepMetrics, ValidationMetri
 from automodel.training.mfu import mfu, model_flops_per_token, num_matmul_parameters, peak_flops
 from automodel.training.optimizer import build_optimizer
 from automodel.training.progress import Progress
-from automodel.training.step import forward
+from automodel.training.step_runner import StepRunner
 from automodel.training.summary import closing_summary
 from automodel.training.trainer import Trainer, TrainingObserver, TrainingResult
 
@@ -70,7 +70,7 @@ def run(
     model = build_model(hf_config, config.model)
     flops_utilization = _flops_utilization(model, hf_config, config, mesh_context)
     num_parameters = count_parameters(model)
-    infrastructure = instantiate_infrastructure(mesh_context, mixed_precision(config.precision))
+    infrastructure = instantiate_infrastructure(mesh_context, mixed_precision(config.precision), config.training.loss)
     trained = apply_model_infrastructure(model, infrastructure, config.seed)
     optimizer = build_optimizer(trained, config.optimizer)
     loader = TrainLoader(
@@ -89,6 +89,8 @@ def run(
         if context.rank == 0:
             reporter = observer = stack.enter_context(Reporter(config, run_dir, total_steps))
             reporter.message(_header(config, mesh_context, num_parameters, data, total_steps, device_type))
+            if isinstance(trained, AutoPipeline):
+                reporter.message(trained.describe())
         trainer = Trainer(
             config=config,
             mesh_context=mesh_context,
@@ -104,7 +106,7 @@ def run(
             flops_utilization=flops_utilization,
         )
         result = trainer.train()
-        text = None if result.stopped else _sample_text(trained, infrastructure.manager, config, data, mesh_context)
+        text = None if result.stopped else _sample_text(trainer.runner, config, data, mesh_context)
         if reporter is not None:
             reporter.close_with(result, text, time.perf_counter() - started)
     shutdown()
@@ -220,9 +222,7 @@ def _header(
     )
 
 
-def _sample_text(
-    model: nn.Module, manager: StrategyManager, config: TrainConfig, data: DataBundle, mesh_context: MeshContext
-) -> str | None:
+def _sample_text(runner: StepRunner, config: TrainConfig, data: DataBundle, mesh_context: MeshContext) -> str | None:
     if config.training.generate_tokens == 0:
         return None
 
@@ -231,15 +231,13 @@ def _sample_text(
             dist.broadcast(token, src=0)
         return token
 
-    model.eval()
-    with torch.no_grad(), manager.forward_only(model):
-        return generate_text(
-            lambda ids: forward(model, ids),
-            data.tokenizer,
-            GENERATION_PROMPT,
-            config.training.generate_tokens,
-            config.training.seq_length,
-            config.seed,
-            mesh_context.device,
-            agree=agree,
-        )
+    return generate_text(
+        lambda ids: runner.next_token_logits(ids).unsqueeze(1),
+        data.tokenizer,
+        GENERATION_PROMPT,
+        config.training.generate_tokens,
+        config.training.seq_length,
+        config.seed,
+        mesh_context.device,
+        agree=agree,
+    )

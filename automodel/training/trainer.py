@@ -21,7 +21,7 @@ from automodel.distributed.mesh import MeshAxisName, MeshContext
 from automodel.distributed.strategy import StrategyManager
 from automodel.distributed.world import World
 from automodel.training.metrics import StepMetrics, ValidationMetrics, peak_memory_bytes
-from automodel.training.step import evaluation_sum, forward_backward
+from automodel.training.step_runner import build_step_runner
 
 _LOG = logging.getLogger(__name__)
 
@@ -105,6 +105,7 @@ class Trainer:
         self.flops_utilization = flops_utilization
         self.world = World(mesh_context)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.runner = build_step_runner(model, manager, mesh_context.device, config.training.loss)
         self.step = 0
         self.result = TrainingResult()
 
@@ -172,10 +173,10 @@ class Trainer:
     def _update(self, batch: StepBatch, num_label_tokens: int) -> tuple[float, float, int]:
         """Forward, backward, clip and update; returns loss, gradient norm and the largest peak memory."""
         device = self.mesh_context.device
-        loss_sum = forward_backward(self.model, self.manager, batch.micro_batches, num_label_tokens, device)
-        square_sum = local_square_sum(self.parameters, self.world.size, device)
+        loss_sum = self.runner.forward_backward(batch.micro_batches, num_label_tokens)
+        square_sum = local_square_sum(self.runner.counted_parameters(), self.world.ranks_of_a_stage, device)
         peak = torch.tensor(peak_memory_bytes(self.mesh_context.device_type), dtype=torch.float64, device=device)
-        if not self.world.speaks_for_tokens:
+        if not self.world.speaks_for_loss:
             loss_sum = loss_sum * 0.0
         # The one exchange of a step besides the strategy's own: every rank then derives the same numbers.
         gathered = self.world.gather(torch.stack([loss_sum, square_sum, peak]))
@@ -219,10 +220,10 @@ class Trainer:
             self.mesh_context.axis_rank(MeshAxisName.DP),
             self.mesh_context.dp_size,
         )
-        loss_sum, num_label_tokens = evaluation_sum(self.model, self.manager, batches, self.mesh_context.device)
+        loss_sum, num_label_tokens = self.runner.evaluation_sum(batches)
         counts = torch.tensor(num_label_tokens, dtype=torch.float64, device=loss_sum.device)
-        speaks = float(self.world.speaks_for_tokens)
-        total_loss, total_tokens = self.world.gather(torch.stack([loss_sum, counts]) * speaks).sum(0).tolist()
+        own = [loss_sum * float(self.world.speaks_for_loss), counts * float(self.world.speaks_for_tokens)]
+        total_loss, total_tokens = self.world.gather(torch.stack(own)).sum(0).tolist()
         if not total_tokens:
             _LOG.warning("no trained token in the validation samples: no validation loss")
             return None

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from automodel.config.schema import TrainConfig, load
 from automodel.data import DataBundle, EpochSampler, TokenDataset, TrainLoader, byte_tokenizer
 from automodel.distributed.mesh import MeshAxisName
+from automodel.distributed.pipeline_parallel import AutoPipeline
 from automodel.distributed.setup import setup_distributed
 from automodel.model.build import build_config, build_model
 from automodel.model.infrastructure import apply_model_infrastructure, instantiate_infrastructure
@@ -122,12 +124,30 @@ def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
 
 
+def of_all_stages(model: torch.nn.Module, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """``values`` by parameter name, of all pipeline stages together; collective.
+
+    Raises:
+        AssertionError: the two copies of a tied parameter differ.
+    """
+    if not isinstance(model, AutoPipeline):
+        return values
+    gathered: list[Any] = [None] * model.mesh_context.pp_size
+    dist.all_gather_object(gathered, values, group=model.mesh_context.group(MeshAxisName.PP))
+    merged = {name: value for part in gathered for name, value in part.items()}
+    for tie in model.split.ties:
+        if tie.copy_name in merged:
+            assert np.array_equal(merged.pop(tie.copy_name), merged[tie.name]), f"{tie} has drifted apart"
+    return merged
+
+
 def digest(model: torch.nn.Module) -> str:
     """SHA-256 over all whole parameters in the order of their names; collective."""
     total = hashlib.sha256()
-    for name, parameter in sorted(named_parameters(model).items()):
+    values = {name: whole(p.detach()).float().cpu().numpy() for name, p in named_parameters(model).items()}
+    for name, value in sorted(of_all_stages(model, values).items()):
         total.update(name.encode())
-        total.update(whole(parameter.detach()).float().cpu().numpy().tobytes())
+        total.update(value.tobytes())
     return total.hexdigest()
 
 
@@ -147,7 +167,7 @@ def run_case(case: Case, world_size: int, on_model: Callable[[torch.nn.Module], 
     """Run ``case`` on this rank; collective when ``world_size`` > 1. A world of 1 is the reference run."""
     config = case.config(reference=world_size == 1)
     mesh_context = setup_distributed(config.distributed, world_size, "cpu")
-    infrastructure = instantiate_infrastructure(mesh_context, mixed_precision(config.precision))
+    infrastructure = instantiate_infrastructure(mesh_context, mixed_precision(config.precision), config.training.loss)
     model = build_model(build_config(config.model), config.model)
     trained = apply_model_infrastructure(model, infrastructure, config.seed)
     weights = digest(trained)
@@ -156,13 +176,12 @@ def run_case(case: Case, world_size: int, on_model: Callable[[torch.nn.Module], 
     gradients: list[dict[str, np.ndarray]] = []
 
     def record_gradients(*_: Any) -> None:
-        gradients.append(
-            {
-                name: whole(parameter.grad).detach().float().numpy().copy()
-                for name, parameter in named_parameters(trained).items()
-                if parameter.grad is not None
-            }
-        )
+        values = {
+            name: whole(parameter.grad).detach().float().numpy().copy()
+            for name, parameter in named_parameters(trained).items()
+            if parameter.grad is not None
+        }
+        gradients.append(of_all_stages(trained, values))
 
     optimizer.register_step_pre_hook(record_gradients)
     recorder = _Recorder()

@@ -54,12 +54,12 @@ def unseeded_dropout() -> Iterator[None]:
 @contextmanager
 def no_gradient_accumulation() -> Iterator[None]:
     """Only the last micro-batch of a rank counts."""
-    from automodel.training import trainer
+    from automodel.training import step_runner
 
-    original: Any = trainer.forward_backward
+    original: Any = step_runner.forward_backward
 
     def broken(model: torch.nn.Module, manager: Any, micro_batches: list[Any], *rest: Any) -> torch.Tensor:
         return original(model, manager, micro_batches[-1:], *rest)
 
-    with mock.patch.object(trainer, "forward_backward", broken):
+    with mock.patch.object(step_runner, "forward_backward", broken):
         yield
