@@ -1,0 +1,190 @@
+"""The exchanges of tensor parallelism as differentiable functions of local tensors.
+
+Convention: a *replicated* activation has the same value on every rank, and its gradient is the whole
+gradient, the same on every rank. What reads it with sharded weights makes a part of that gradient on each
+rank; :func:`for_sharded_weights` sums the parts. After Megatron-LM (Shoeybi et al. 2019, section 3;
+Korthikanti et al. 2022 for the sequence dimension), with uneven slices: dimensions are cut like ``torch.chunk``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+_SHARED_ATTRIBUTE = "_tensor_parallel_shared"
+
+
+class TensorParallelGroup:
+    """This process's place on the tp axis.
+
+    Args:
+        mesh: the tp axis alone.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.size = mesh.size()
+        self.rank = mesh.get_local_rank()
+        self.process_group = mesh.get_group()
+
+    def bounds(self, size: int, rank: int | None = None) -> tuple[int, int]:
+        """First index and the one after the last of a rank's slice of a dimension of ``size``."""
+        chunk = -(-size // self.size)
+        rank = self.rank if rank is None else rank
+        return min(rank * chunk, size), min((rank + 1) * chunk, size)
+
+    def slice(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's slice of ``tensor``, contiguous."""
+        start, end = self.bounds(tensor.shape[dim])
+        return tensor.narrow(dim, start, end - start).contiguous()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks; overwrites ``tensor`` where nothing is being traced."""
+        if torch.compiler.is_compiling():
+            return functional.wait_tensor(functional.all_reduce(tensor, "sum", self.process_group))
+        # In place: the functional form costs a copy and a dispatch more, and gloo is slow enough.
+        tensor = tensor.contiguous()
+        dist.all_reduce(tensor, group=self.process_group)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int, size: int) -> Tensor:
+        """The slices of all ranks joined to a dimension of ``size``."""
+        tensor, dim = self._padded(tensor, dim, size)
+        gathered = functional.all_gather_tensor(tensor, 0, self.process_group)
+        blocks = functional.wait_tensor(gathered).unflatten(0, (self.size, tensor.shape[0]))
+        return blocks.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, size).contiguous()
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's slice of the sum over ranks."""
+        size = tensor.shape[dim]
+        dim %= tensor.ndim
+        chunk = -(-size // self.size)
+        if chunk * self.size != size:
+            tensor = torch.nn.functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, chunk * self.size - size))
+        blocks = tensor.unflatten(dim, (self.size, chunk)).movedim(dim, 0).flatten(0, 1).contiguous()
+        scattered = functional.reduce_scatter_tensor(blocks, "sum", 0, self.process_group)
+        start, end = self.bounds(size)
+        return functional.wait_tensor(scattered).narrow(dim, 0, end - start).contiguous()
+
+    def _padded(self, tensor: Tensor, dim: int, size: int) -> tuple[Tensor, int]:
+        """Slices of one length, which is what the collectives want."""
+        dim %= tensor.ndim
+        missing = -(-size // self.size) - tensor.shape[dim]
+        if missing:
+            tensor = torch.nn.functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing))
+        return tensor.contiguous(), dim
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorParallelGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.group.all_reduce(gradients[0]), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorParallelGroup) -> Tensor:
+        return group.all_reduce(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorParallelGroup, dim: int, size: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.all_gather(tensor, dim, size)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.group.slice(gradients[0], ctx.dim), None, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorParallelGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.size = group, dim, tensor.shape[dim]
+        return group.slice(tensor, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.group.all_gather(gradients[0], ctx.dim, ctx.size), None, None
+
+
+class _SumScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorParallelGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.size = group, dim, tensor.shape[dim]
+        return group.reduce_scatter(tensor, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.group.all_gather(gradients[0], ctx.dim, ctx.size), None, None
+
+
+class _GatheredForShardedWeights(torch.autograd.Function):
+    """``gathered``, made of every rank's ``shard``; the parts of its gradient are summed where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, gathered: Tensor, group: TensorParallelGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return gathered.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.group.reduce_scatter(gradients[0], ctx.dim), None, None, None
+
+
+def for_sharded_weights(tensor: Tensor, group: TensorParallelGroup) -> Tensor:
+    """A replicated activation as modules with sharded weights read it: its gradient's parts are summed.
+
+    Modules that read the same tensor, such as the query, key and value projections, share one sum.
+    """
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    if torch.compiler.is_compiling():
+        return _SumGradients.apply(tensor, group)
+    shared = getattr(tensor, _SHARED_ATTRIBUTE, None)
+    if shared is None:
+        shared = _SumGradients.apply(tensor, group)
+        setattr(tensor, _SHARED_ATTRIBUTE, shared)
+    return shared
+
+
+def sum_parts(tensor: Tensor, group: TensorParallelGroup) -> Tensor:
+    """Replicated sum of every rank's part. ``tensor`` may be overwritten: nothing else may hold it."""
+    return _Sum.apply(tensor, group)
+
+
+def sum_parts_to_slices(tensor: Tensor, group: TensorParallelGroup, dim: int) -> Tensor:
+    """This rank's slice along ``dim`` of the sum of every rank's part."""
+    return _SumScatter.apply(tensor, group, dim)
+
+
+def gather_slices(tensor: Tensor, group: TensorParallelGroup, dim: int, size: int) -> Tensor:
+    """Replicated activation from every rank's slice along ``dim``, whose whole length is ``size``.
+
+    Where :func:`for_sharded_weights` reads the result, its sum and the way back are one reduce-scatter.
+    """
+    gathered = _Gather.apply(tensor, group, dim, size)
+    if tensor.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        shared = _GatheredForShardedWeights.apply(tensor, gathered.detach(), group, dim)
+        setattr(gathered, _SHARED_ATTRIBUTE, shared)
+    return gathered
+
+
+def split_to_slices(tensor: Tensor, group: TensorParallelGroup, dim: int) -> Tensor:
+    """This rank's slice along ``dim`` of a replicated activation."""
+    return _Split.apply(tensor, group, dim)

@@ -1,0 +1,71 @@
+"""Tensor and sequence parallelism against the reference run: weights, losses, norms, every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.parity.cases import TINY_LLAMA, Case, Outcome
+from tests.parity.compare import differences
+from tests.parity.ranks import Ranks
+
+TP2 = {"tp_size": 2}
+SEQUENCE = {"tp_size": 2, "sequence_parallel": True}
+HSDP = {"dp_replicate_size": 2}
+
+_WITHOUT_HEAD_DIM = {key: value for key, value in TINY_LLAMA.items() if key != "head_dim"}
+_WITHOUT_KEY_VALUE_HEADS = {key: value for key, value in _WITHOUT_HEAD_DIM.items() if key != "num_key_value_heads"}
+_GEMMA = {**TINY_LLAMA, "query_pre_attn_scalar": 16, "sliding_window": 8}
+# model type -> fields: a vocabulary of 67 and, with biases, heads of the two kinds in every size.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**TINY_LLAMA, "attention_bias": True, "mlp_bias": True},
+    "qwen2": {**_WITHOUT_HEAD_DIM, "tie_word_embeddings": True},
+    "qwen3": TINY_LLAMA,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "phi3": {**_WITHOUT_HEAD_DIM, "pad_token_id": 3},
+    "olmo2": {**_WITHOUT_HEAD_DIM, "pad_token_id": 3},
+    "granite": {**_WITHOUT_HEAD_DIM, "attention_multiplier": 0.3, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    "gpt_neox": _WITHOUT_KEY_VALUE_HEADS,
+}
+
+
+def case(model_type: str, distributed: dict[str, Any], **fields: Any) -> Case:
+    settings = fields.pop("settings", {})
+    return Case(model_type, {**MODELS[model_type], **fields}, distributed, settings)
+
+
+# name -> (world size, case). A global batch is 16 samples in local batches of 2, so every case accumulates.
+LAYOUTS: dict[str, tuple[int, Case]] = {
+    **{f"tp2_{name}": (2, case(name, TP2)) for name in MODELS},
+    **{f"tp2_sequence_{name}": (2, case(name, SEQUENCE)) for name in MODELS},
+    **{f"dp2_tp2_{name}": (4, case(name, TP2)) for name in ("llama", "qwen3", "phi3")},
+    **{f"dp2_tp2_sequence_{name}": (4, case(name, SEQUENCE)) for name in ("llama", "qwen3", "phi3")},
+    **{f"hsdp_2x2_tp2_{name}": (8, case(name, {**TP2, **HSDP})) for name in ("llama", "phi3")},
+    **{f"hsdp_2x2_tp2_sequence_{name}": (8, case(name, {**SEQUENCE, **HSDP})) for name in ("llama", "qwen3")},
+    "tp4_llama": (4, case("llama", {"tp_size": 4})),
+    "tp2_accumulation_2": (2, case("qwen3", SEQUENCE, settings={"training": {"local_batch_size": 8}})),
+    "dp2_tp2_sync_each_micro_batch": (4, case("qwen3", {**SEQUENCE, "defer_fsdp_grad_sync": False})),
+    "dp2_tp2_gathered_once": (4, case("llama", {**TP2, "gather_once_per_step": True})),
+    "dp2_tp2_tied": (4, case("qwen2", SEQUENCE)),
+    "tp2_one_key_value_head": (2, case("llama", TP2, num_key_value_heads=1)),
+    "tp2_sequence_one_key_value_head": (2, case("qwen3", SEQUENCE, num_key_value_heads=1)),
+    "dp2_tp2_one_key_value_head": (4, case("qwen3", TP2, num_key_value_heads=1)),
+    "tp4_two_key_value_heads": (4, case("qwen2", {"tp_size": 4}, num_key_value_heads=2)),
+    "tp2_three_key_value_heads": (
+        2,
+        case("llama", TP2, hidden_size=48, num_attention_heads=6, num_key_value_heads=3, head_dim=8),
+    ),
+    "tp2_uneven_intermediate": (2, case("llama", TP2, intermediate_size=97)),
+    "tp2_sequence_checkpointing": (2, case("qwen3", {**SEQUENCE, "activation_checkpointing": "full"})),
+    "tp2_sequence_padding_token": (2, case("llama", SEQUENCE, pad_token_id=50)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_matches_reference_run(name: str, ranks: Callable[[int], Ranks], reference: Callable[[Case], Outcome]) -> None:
+    world_size, case = LAYOUTS[name]
+    outcome = ranks(world_size).run("tests.parity.cases:run_case", case, world_size)
+    assert differences(outcome, reference(case)) == []
