@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from automodel.config.distributed import MixedPrecision
+from automodel.config.distributed import MixedPrecision, PipelineConfig
 from automodel.distributed.gradients import local_tensor
 from automodel.distributed.mesh import MeshAxisName, MeshContext
 from automodel.distributed.mixed_precision import dtype_of
@@ -26,24 +26,24 @@ from automodel.distributed.pipeline_schedules import (
     place_stages,
 )
 from automodel.distributed.pipeline_split import SplitPlan, Tie, split_plan, take_stage
-from automodel.distributed.pipeline_stage import Stage, StageModule, open_connections, set_shapes
+from automodel.distributed.pipeline_stage import Stage, StageModule, check_torch, open_connections, set_shapes
 
 __all__ = ["AutoPipeline", "SplitPlan", "plan_pipeline"]
 
 
-def plan_pipeline(model: PreTrainedModel, mesh_context: MeshContext) -> tuple[list[int], SplitPlan]:
+def plan_pipeline(model: PreTrainedModel, config: PipelineConfig, pp_size: int) -> tuple[list[int], SplitPlan]:
     """The pipeline rank of each stage, and what each stage owns; the same on every rank.
 
     Args:
         model: whole, on meta.
 
     Raises:
-        ConfigError: the model has no pipeline plan, or the settings do not fit its layers.
+        ConfigError: the model has no pipeline plan, the settings do not fit its layers, or torch lacks what is needed.
     """
-    config = mesh_context.pipeline_config
+    check_torch(pp_size)
     num_layers = model.config.get_text_config().num_hidden_layers
-    stage_ranks = place_stages(config, mesh_context.pp_size, num_layers)
-    return stage_ranks, split_plan(model, config, len(stage_ranks))
+    stage_ranks = place_stages(config, pp_size, num_layers)
+    return stage_ranks, split_plan(model, config, len(stage_ranks), pp_size)
 
 
 class AutoPipeline(nn.Module):
@@ -66,7 +66,7 @@ class AutoPipeline(nn.Module):
     def __init__(self, model: PreTrainedModel, mesh_context: MeshContext, precision: MixedPrecision) -> None:
         super().__init__()
         self.mesh_context = mesh_context
-        self.stage_ranks, self.split = plan_pipeline(model, mesh_context)
+        self.stage_ranks, self.split = plan_pipeline(model, mesh_context.pipeline_config, mesh_context.pp_size)
         self.rank = mesh_context.axis_rank(MeshAxisName.PP)
         num_stages = len(self.stage_ranks)
         self.stage_modules = nn.ModuleList(

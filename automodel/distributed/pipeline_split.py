@@ -69,7 +69,7 @@ class SplitPlan:
     ties: tuple[Tie, ...]
 
 
-def read_plan(model: PreTrainedModel, pp_plan: Sequence[str] | None) -> ModelPlan:
+def read_plan(model: PreTrainedModel, pp_plan: Sequence[str] | None, pp_size: int) -> ModelPlan:
     """The plan given by the user, else the model's own ``pp_plan``.
 
     Args:
@@ -88,7 +88,7 @@ def read_plan(model: PreTrainedModel, pp_plan: Sequence[str] | None) -> ModelPla
     if pp_plan is None and not (stacks & own.keys()):
         raise ConfigError(
             "distributed.pp_size",
-            "more than 1",
+            pp_size,
             f"{type(model).__name__} has no pipeline plan",
             "1, or the names of its modules in the order they run, such as "
             f"distributed.pipeline.pp_plan=[{','.join(_guess_plan(model, stacks))}]",
@@ -135,9 +135,7 @@ def _guess_plan(model: nn.Module, stacks: set[str]) -> list[str]:
     return names
 
 
-def split_plan(
-    model: PreTrainedModel, config: PipelineConfig, num_stages: int, key: str = "distributed.pp_size"
-) -> SplitPlan:
+def split_plan(model: PreTrainedModel, config: PipelineConfig, num_stages: int, pp_size: int) -> SplitPlan:
     """Give every module of the model's plan to one stage.
 
     Args:
@@ -149,11 +147,11 @@ def split_plan(
         ConfigError: no plan, more stages than layers, or parts that are not the model's modules in their order.
         RuntimeError: parameters of the stages do not add up to those of the model.
     """
-    plan = read_plan(model, config.pp_plan)
+    plan = read_plan(model, config.pp_plan, pp_size)
     if config.module_fqns_per_model_part is not None:
         stages = _explicit_parts(model, plan, config.module_fqns_per_model_part)
     else:
-        per_stage = _layer_counts(model, plan, config, num_stages)
+        per_stage = _layer_counts(model, plan, config, num_stages, pp_size)
         ends = list(itertools.accumulate(per_stage))
         owned = [plan.layers[end - count : end] for count, end in zip(per_stage, ends, strict=True)]
         owned[0] = (*plan.before, *owned[0])
@@ -162,11 +160,13 @@ def split_plan(
     return _describe(model, plan, stages)
 
 
-def _layer_counts(model: nn.Module, plan: ModelPlan, config: PipelineConfig, num_stages: int) -> list[int]:
+def _layer_counts(
+    model: nn.Module, plan: ModelPlan, config: PipelineConfig, num_stages: int, pp_size: int
+) -> list[int]:
     count = len(plan.layers)
     if num_stages > count:
         raise ConfigError(
-            "distributed.pp_size", num_stages, f"{num_stages} stages for {count} layers", f"at most {count} stages"
+            "distributed.pp_size", pp_size, f"it makes {num_stages} stages for {count} layers", "fewer stages"
         )
     per_stage = config.layers_per_stage
     if per_stage is not None and -(-count // per_stage) == num_stages:

@@ -157,7 +157,7 @@ def open_connections(schedule: Any, stages: list[Stage]) -> None:
     dist.all_reduce(torch.zeros(1, device=stages[0].device), group=stages[0].group)
 
 
-def check_torch() -> None:
+def check_torch(pp_size: int) -> None:
     """Refuse a torch whose pipeline stages are not those that this file was written for.
 
     Raises:
@@ -177,7 +177,7 @@ def check_torch() -> None:
         if not hasattr(owner, name):
             raise ConfigError(
                 "distributed.pp_size",
-                "more than 1",
+                pp_size,
                 f"pipeline stages need torch 2.13's {name}, and torch {torch.__version__} has none",
                 "1, or torch 2.13",
             )

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from transformers import PreTrainedModel
+
+from automodel.config.distributed import DistributedSection
 from automodel.config.errors import ConfigError
 from automodel.config.schema import TrainConfig
 from automodel.config.validate import check_model_sizes
+from automodel.distributed.sequence_parallel import check_sequence_parallel
+from automodel.distributed.tensor_parallel import resolve_plan
 from automodel.model.build import build_config, build_model
 from automodel.model.output_head import check_output_head
+from automodel.model.pipeline_checks import check_pipeline_model
 
 EXPERT_COUNT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -30,8 +36,11 @@ def check_model(config: TrainConfig, world_size: int) -> None:
             )
     check_model_sizes(config, {name: getattr(text_config, name, None) for name in SIZE_FIELDS}, world_size)
     model = build_model(hf_config, config.model)
+    check_tensor_parallel(model, config.distributed)
     if config.training.loss == "linear_cross_entropy":
         check_output_head(model)
+    if config.distributed.pp_size > 1:
+        check_pipeline_model(model, config.distributed.pipeline, config.distributed.pp_size)
 
 
 SIZE_FIELDS = (
