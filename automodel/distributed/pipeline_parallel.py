@@ -185,7 +185,7 @@ class AutoPipeline(nn.Module):
         shape = (id(schedule), rows, seq, train)
         if shape != self._shape:
             # Sequence parallelism begins and ends inside a stage: between stages sequences are whole.
-            set_shapes(schedule, self._stages, (rows, seq, self._hidden_size), self._dtype, train, seq)
+            set_shapes(schedule, self._stages, (rows, seq, self._hidden_size), self._dtype, train)
             self._shape = shape
         with self._naming_stages():
             result: Tensor | None = call(

@@ -181,7 +181,8 @@ def _layer_counts(
 
 
 def balanced_counts(layers: Sequence[int], before: int, after: int, num_stages: int) -> list[int]:
-    """Layers of each stage, at least one, so that the sum of the stages' squared costs is smallest.
+    """Layers of each stage, at least one, so that the sum of the stages' squared costs is smallest; then that of
+    their squared numbers of layers.
 
     Args:
         layers: cost of each layer.
@@ -189,23 +190,24 @@ def balanced_counts(layers: Sequence[int], before: int, after: int, num_stages: 
         after: the same of the last stage.
     """
     total = [0, *itertools.accumulate(layers)]
-    infinite = float("inf")
-    # best[s][n]: smallest sum of squares of s stages that hold the first n layers.
-    best = [[infinite] * (len(layers) + 1) for _ in range(num_stages + 1)]
+    unreachable = (float("inf"), 0)
+    # best[s][n]: smallest sums of squares of s stages that hold the first n layers.
+    best = [[unreachable] * (len(layers) + 1) for _ in range(num_stages + 1)]
     begins = [[0] * (len(layers) + 1) for _ in range(num_stages + 1)]
-    best[0][0] = 0.0
+    best[0][0] = (0.0, 0)
     for stage in range(1, num_stages + 1):
         extra = (before if stage == 1 else 0) + (after if stage == num_stages else 0)
         for end in range(stage, len(layers) - (num_stages - stage) + 1):
             for begin in range(stage - 1, end):
-                cost = best[stage - 1][begin] + float(total[end] - total[begin] + extra) ** 2
+                squares, counts = best[stage - 1][begin]
+                cost = squares + float(total[end] - total[begin] + extra) ** 2, counts + (end - begin) ** 2
                 if cost < best[stage][end]:
                     best[stage][end], begins[stage][end] = cost, begin
-    counts, end = [], len(layers)
+    result, end = [], len(layers)
     for stage in range(num_stages, 0, -1):
-        counts.append(end - begins[stage][end])
+        result.append(end - begins[stage][end])
         end = begins[stage][end]
-    return counts[::-1]
+    return result[::-1]
 
 
 def _explicit_parts(model: nn.Module, plan: ModelPlan, parts: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:

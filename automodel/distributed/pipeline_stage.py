@@ -126,7 +126,7 @@ class Stage(PipelineStage):
 
 
 def set_shapes(
-    schedule: Any, stages: list[Stage], hidden_shape: tuple[int, int, int], dtype: torch.dtype, train: bool, seq: int
+    schedule: Any, stages: list[Stage], hidden_shape: tuple[int, int, int], dtype: torch.dtype, train: bool
 ) -> None:
     """Fit a schedule and this rank's stages to the micro-batches of its next step.
 
@@ -135,11 +135,10 @@ def set_shapes(
         hidden_shape: ``[batch, seq, hidden]`` between stages, of one micro-batch on this rank.
         dtype: of the hidden states.
         train: with backward.
-        seq: tokens that enter the first stage; more than ``hidden_shape[1]`` under sequence parallel.
     """
     # Gradients flow back to the previous stage only where its output is known to need them.
     hidden = torch.empty(hidden_shape, device="meta", dtype=dtype, requires_grad=True)
-    ids = torch.empty((hidden_shape[0], seq), device="meta", dtype=torch.long)
+    ids = torch.empty(hidden_shape[:2], device="meta", dtype=torch.long)
     for stage in stages:
         stage.set_shape(schedule._n_microbatches, ids if stage.is_first else hidden, hidden, train)
     if hasattr(schedule, "_stage"):

@@ -212,13 +212,16 @@ def _header(
 ) -> str:
     training = config.training
     accumulation = training.global_batch_size // (training.local_batch_size * mesh_context.dp_size)
+    batches = f"{accumulation} micro-batches of {training.local_batch_size} a rank"
+    if mesh_context.pp_size > 1:
+        rows = mesh_context.pipeline_config.pp_microbatch_size
+        batches = f"{accumulation} local batches of {training.local_batch_size // rows} micro-batches of {rows}"
     validation = len(data.validation) if data.validation is not None else 0
     return (
         f"{config.model.pretrained_model_name_or_path or config.model.model_type}: {num_parameters:,} parameters\n"
         f"{config.distributed.strategy} on {mesh_context.world_size} x {device_type}: {mesh_context.sizes.describe()}\n"
         f"{len(data.train):,} training and {validation:,} validation samples of {training.seq_length} tokens\n"
-        f"{total_steps} steps of {training.global_batch_size} samples, {accumulation} micro-batches of "
-        f"{training.local_batch_size} a rank"
+        f"{total_steps} steps of {training.global_batch_size} samples, {batches}"
     )
 
 

@@ -180,6 +180,19 @@ REFUSED: list[tuple[tuple[str, ...], int | None, str, str]] = [
         "distributed.activation_checkpointing",
         "1f1b",
     ),
+    (
+        (*PP2, "pipeline=v_schedule", "distributed.activation_checkpointing=true"),
+        None,
+        "distributed.activation_checkpointing",
+        "full, if memory is worth that",
+    ),
+    (
+        (*PP2, "distributed.pipeline.scale_grads_in_schedule=true", "training.global_batch_size=16"),
+        None,
+        "distributed.pipeline.scale_grads_in_schedule",
+        "training.local_batch_size=16",
+    ),
+    ((*PP2, "distributed.gather_once_per_step=true"), None, "distributed.gather_once_per_step", "false"),
     # precision
     (("precision.param_dtype=float16",), None, "precision.param_dtype", "bfloat16, float32"),
     (("precision.reduce_dtype=float16",), None, "precision.reduce_dtype", "bfloat16, float32"),
@@ -280,6 +293,7 @@ LEGAL: list[tuple[tuple[str, ...], int | None, int]] = [
     ((*PP2, "pipeline=looped_bfs", "distributed.pipeline.layers_per_stage=2",
       "distributed.pipeline.round_virtual_stages_to_pp_multiple=down", "model.config.num_hidden_layers=9"), None, 2),
     ((*PP2, "distributed.pipeline.module_fqns_per_model_part=[[a],[b]]"), None, 2),
+    ((*PP2, "distributed.pipeline.scale_grads_in_schedule=true"), None, 2),
     # sections of an axis of size 1 are idle, whatever they hold
     (("distributed.pipeline.pp_microbatch_size=3", "distributed.pipeline.layers_per_stage=5"), None, 1),
     (("pipeline=dualpipe_v", "distributed.sequence_parallel=true", "training.seq_length=99"), None, 1),

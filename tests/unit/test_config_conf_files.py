@@ -115,6 +115,7 @@ def test_the_composed_section_is_the_one_of_the_contract() -> None:
         "module_fqns_per_model_part": None,
         "pp_schedule_csv": None,
         "round_virtual_stages_to_pp_multiple": None,
+        "pp_plan": None,
     }
     assert dict(section.moe) == {
         "reshard_after_forward": False,
