@@ -44,13 +44,6 @@ MISSING = (
         "this strategy",
         "fsdp2, ddp",
     ),
-    Missing("distributed.enable_compile", _strategy_field("enable_compile"), "torch.compile", "false"),
-    Missing(
-        "distributed.activation_checkpointing",
-        lambda config: "selective" if config.distributed.activation_checkpointing == "selective" else None,
-        "selective checkpointing",
-        "false, true, full",
-    ),
     Missing(
         "training.loss",
         lambda config: (
@@ -72,10 +65,6 @@ MISSING = (
         "loading pretrained weights",
         "random",
     ),
-    Missing("training.ckpt_every_steps", lambda config: config.training.ckpt_every_steps, "saving checkpoints", "none"),
-    Missing("checkpoint.resume", lambda config: config.checkpoint.resume, "resuming from checkpoints", "none"),
-    Missing("checkpoint.keep_last", lambda config: config.checkpoint.keep_last, "saving checkpoints", "none"),
-    Missing("checkpoint.keep_best", lambda config: config.checkpoint.keep_best, "saving checkpoints", "none"),
 )
 
 

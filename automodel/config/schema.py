@@ -111,11 +111,17 @@ class TrainingConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Read by the checkpoint part; see the README for the meanings of ``resume``."""
+    """What to go on from, how many to keep, and how to save; see the README for the meanings of ``resume``.
+
+    ``async_save`` copies the state and writes it while training goes on. ``on_failure``: a checkpoint that cannot
+    be written ends the run, or is a warning in its log.
+    """
 
     resume: str | None = None
     keep_last: int | None = None
     keep_best: int | None = None
+    async_save: bool = False
+    on_failure: Literal["stop", "warn"] = "stop"
 
 
 @dataclass

@@ -54,7 +54,7 @@ def main(arguments: Arguments, context: LaunchContext, program: Program) -> int:
     if arguments.help or arguments.query:
         return _query(arguments) if context.rank == 0 else 0
     stop_requested = StopFlag()
-    stop_requested.set_on(signal.SIGTERM)
+    stop_requested.set_on_signals()
     signal.signal(signal.SIGINT, lambda *_: _interrupted(context))
     rank = JoinedRank(arguments, context, program, stop_requested)
     if context.rank == 0:

@@ -13,16 +13,19 @@ from multiprocessing.connection import Connection
 from types import FrameType
 
 # Asks a rank for its Python stacks. Real-time signals have no other users; macOS has none of them.
-DUMP_SIGNAL: signal.Signals = getattr(signal, "SIGRTMIN", signal.SIGUSR1)
+DUMP_SIGNAL: signal.Signals = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
+SAVE_SIGNAL = signal.SIGUSR1
 STOP_MESSAGE = b"stop"
+SAVE_MESSAGE = b"save"
 _PR_SET_PDEATHSIG = 1
 
 
 class StopFlag:
-    """Whether this process was asked to stop after the current step. Callable: ``stop_requested()``."""
+    """What this process was asked to do after the current step: stop (``stop_requested()``), or save and go on."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._save = threading.Event()
 
     def __call__(self) -> bool:
         return self._event.is_set()
@@ -30,13 +33,24 @@ class StopFlag:
     def set(self) -> None:
         self._event.set()
 
+    def request_save(self) -> None:
+        self._save.set()
+
+    def take_save_request(self) -> bool:
+        """Whether a checkpoint was asked for since the last call."""
+        requested = self._save.is_set()
+        if requested:
+            self._save.clear()
+        return requested
+
     def wait(self) -> None:
         """Return once the flag is set."""
         self._event.wait()
 
-    def set_on(self, number: int) -> None:
-        """Set the flag when signal ``number`` arrives. Main thread only."""
-        signal.signal(number, lambda *_: self._event.set())
+    def set_on_signals(self) -> None:
+        """SIGTERM asks to stop, SIGUSR1 to save. Main thread only."""
+        signal.signal(signal.SIGTERM, lambda *_: self._event.set())
+        signal.signal(SAVE_SIGNAL, lambda *_: self._save.set())
 
 
 def end_with_parent() -> None:
@@ -48,7 +62,7 @@ def end_with_parent() -> None:
 def follow_launcher(control: Connection, flag: StopFlag) -> None:
     """Watch the launcher's end of ``control`` from a thread of this process.
 
-    A stop message sets ``flag``. The end of the pipe means that the launcher is gone, however it
+    A stop or save message sets ``flag``. The end of the pipe means that the launcher is gone, however it
     ended: this process then kills itself, since no step of it has a use any more.
     """
 
@@ -61,16 +75,19 @@ def follow_launcher(control: Connection, flag: StopFlag) -> None:
                 return
             if message == STOP_MESSAGE:
                 flag.set()
+            elif message == SAVE_MESSAGE:
+                flag.request_save()
 
     threading.Thread(target=watch, name="follow_launcher", daemon=True).start()
 
 
 class SignalWatch:
-    """Counts SIGINT and SIGTERM in the launcher and wakes whoever waits on :meth:`fileno`."""
+    """Counts SIGINT, SIGTERM and SIGUSR1 in the launcher and wakes whoever waits on :meth:`fileno`."""
 
     def __init__(self) -> None:
         self.interrupted = 0
         self.terminated = 0
+        self.saves_requested = 0
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         os.set_blocking(self._reader, False)
@@ -86,6 +103,8 @@ class SignalWatch:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             self.interrupted += 1
+        elif number == SAVE_SIGNAL:
+            self.saves_requested += 1
         else:
             self.terminated += 1
         with contextlib.suppress(BlockingIOError):
@@ -93,10 +112,10 @@ class SignalWatch:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[SignalWatch]:
-        """Handle the two signals inside the block. Does nothing outside the main thread."""
+        """Handle the signals inside the block. Does nothing outside the main thread."""
         previous = {}
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, SAVE_SIGNAL):
                 previous[number] = signal.signal(number, self._on_signal)
         try:
             yield self

@@ -39,9 +39,9 @@ def run_local(
 ) -> float | None:
     """Run ``config`` in ``world_size`` processes of this host.
 
-    They meet and listen on the loopback only. SIGTERM asks all ranks to stop after a step; Ctrl-C
-    ends them at once. No rank outlives this call, or this process. A script that calls this needs
-    the usual ``if __name__ == "__main__":`` of multiprocessing.
+    They meet and listen on the loopback only. SIGTERM asks all ranks to stop after a step, SIGUSR1 to
+    save a checkpoint and go on; Ctrl-C ends them at once. No rank outlives this call, or this process. A
+    script that calls this needs the usual ``if __name__ == "__main__":`` of multiprocessing.
 
     Args:
         run_dir: existing folder; after a failure it holds ``error.txt``.
@@ -154,12 +154,17 @@ def _listen() -> socket.socket:
 def _watch(ranks: list[RankProcess], signals: SignalWatch, run_dir: Path) -> None:
     """Wait until all ranks are done; raises for the first that fails, or for a signal."""
     deadline = None
+    saves_forwarded = 0
     while not all(rank.done for rank in ranks):
         _pump(ranks, signals, None if deadline is None else max(0.0, deadline - time.monotonic()))
         if any(rank.failure for rank in ranks):
             raise _failed(ranks, signals, run_dir)
         if signals.interrupted or signals.terminated > 1:
             raise KeyboardInterrupt if signals.interrupted else Terminated
+        if signals.saves_requested > saves_forwarded:
+            saves_forwarded = signals.saves_requested
+            for rank in ranks:
+                rank.request_save()
         if signals.terminated and deadline is None:
             deadline = time.monotonic() + GRACE_SECONDS
             for rank in ranks:

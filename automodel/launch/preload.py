@@ -12,14 +12,14 @@ import os
 import signal
 
 from automodel.launch.forkserver import PRELOAD_VARIABLE
-from automodel.launch.lifetime import DUMP_SIGNAL, end_with_parent
+from automodel.launch.lifetime import DUMP_SIGNAL, SAVE_SIGNAL, end_with_parent
 
 
 def _prepare() -> None:
     end_with_parent()
     # A terminal sends Ctrl-C to every process, and some supervisors SIGTERM; what they mean for the
     # run is the launcher's decision. The request for stacks must not end a rank that is not ready.
-    for number in (signal.SIGINT, signal.SIGTERM, DUMP_SIGNAL):
+    for number in (signal.SIGINT, signal.SIGTERM, SAVE_SIGNAL, DUMP_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
     # No garbage is worth a search during imports, and what they leave is never garbage: kept out of
     # the ranks' searches, its memory stays shared.

@@ -86,7 +86,7 @@ def _prepare(job: RankJob, pipes: RankPipes, stop_requested: StopFlag) -> None:
         for descriptor in (1, 2):
             os.dup2(pipes.output.fileno(), descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    stop_requested.set_on(signal.SIGTERM)
+    stop_requested.set_on_signals()
     os.write(pipes.stacks.fileno(), main_thread_header().encode())
     faulthandler.enable(pipes.stacks.fileno())
     faulthandler.register(DUMP_SIGNAL, pipes.stacks.fileno(), all_threads=True)

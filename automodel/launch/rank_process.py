@@ -10,7 +10,7 @@ from multiprocessing.context import ForkServerContext
 
 from automodel.launch.errors import EXIT_FAILED
 from automodel.launch.failure import Failure
-from automodel.launch.lifetime import DUMP_SIGNAL, STOP_MESSAGE
+from automodel.launch.lifetime import DUMP_SIGNAL, SAVE_MESSAGE, STOP_MESSAGE
 from automodel.launch.rank import RankJob, RankPipes, rank_main
 
 KEPT_OUTPUT_BYTES = 16384
@@ -89,6 +89,10 @@ class RankProcess:
     def request_stop(self) -> None:
         with contextlib.suppress(OSError):
             self._control.send_bytes(STOP_MESSAGE)
+
+    def request_save(self) -> None:
+        with contextlib.suppress(OSError):
+            self._control.send_bytes(SAVE_MESSAGE)
 
     def request_stacks(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import resource
 import sys
 from dataclasses import dataclass
@@ -58,10 +59,27 @@ class MetricsFile:
     """Appends to a JSON-lines file; each line is one unbuffered write, whole or absent after a kill.
 
     Floats are written unrounded: reading the line gives back the same bits.
+
+    Args:
+        path: made if it is not there.
+        keep_bytes: what a resumed run keeps of the file, the lines up to its checkpoint; None: all.
+
+    Raises:
+        ValueError: the file is shorter than that, so lines of finished steps are missing.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, keep_bytes: int | None = None) -> None:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+        if keep_bytes is not None:
+            if self.size < keep_bytes:
+                self._file.close()
+                raise ValueError(f"{path} is shorter than when the checkpoint was saved: lines are missing")
+            self._file.truncate(keep_bytes)
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far, those of earlier processes included."""
+        return os.fstat(self._file.fileno()).st_size
 
     def write(self, metrics: StepMetrics | ValidationMetrics) -> None:
         """Append one line; fields that are None are left out.

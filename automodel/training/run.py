@@ -23,9 +23,15 @@ from automodel.distributed.mesh import MeshAxisName, MeshContext
 from automodel.distributed.pipeline_parallel import AutoPipeline
 from automodel.distributed.setup import setup_distributed
 from automodel.launch.context import LaunchContext
+from automodel.launch.lifetime import StopFlag
 from automodel.launch.process_group import initialize, shutdown
 from automodel.model.build import build_config, build_model, count_parameters
 from automodel.model.infrastructure import apply_model_infrastructure, instantiate_infrastructure
+from automodel.training.checkpoint.continuing import RunStart, describe_run, prepare_run_folder
+from automodel.training.checkpoint.folder import CHECKPOINTS
+from automodel.training.checkpoint.loader import check_same_model, check_same_run, choose_checkpoint, load_checkpoint
+from automodel.training.checkpoint.pieces import model_tensors
+from automodel.training.checkpoint.saver import CheckpointSaver, checkpoint_group
 from automodel.training.generate import generate_text
 from automodel.training.loggers import MetricLogger, build_loggers
 from automodel.training.lr_scheduler import build_lr_scheduler
@@ -46,7 +52,7 @@ def run(
     run_dir: Path,
     context: LaunchContext,
     device_type: str,
-    stop_requested: Callable[[], bool],
+    stop_requested: StopFlag,
 ) -> float | None:
     """Train as ``config`` says, as one of ``context.world_size`` ranks. Collective.
 
@@ -55,7 +61,7 @@ def run(
         run_dir: an existing folder; rank 0 writes metrics there.
         context: this rank's place.
         device_type: ``cpu`` or ``cuda``.
-        stop_requested: True once this rank was asked to stop; asked each step.
+        stop_requested: what this rank was asked to do between two steps: stop, or save.
 
     Returns:
         the last validation loss, else the last training loss; None when stopped before a step.
@@ -70,6 +76,11 @@ def run(
     model = build_model(hf_config, config.model)
     flops_utilization = _flops_utilization(model, hf_config, config, mesh_context)
     num_parameters = count_parameters(model)
+    group = checkpoint_group(context.world_size)
+    checkpoint = choose_checkpoint(config.checkpoint.resume, run_dir, context.rank, group)
+    if checkpoint is not None:
+        check_same_model(checkpoint, {name: tuple(tensor.shape) for name, tensor in model_tensors(model)})
+        check_same_run(checkpoint, config, data.train.fingerprint)
     infrastructure = instantiate_infrastructure(mesh_context, mixed_precision(config.precision), config.training.loss)
     trained = apply_model_infrastructure(model, infrastructure, config.seed)
     optimizer = build_optimizer(trained, config.optimizer)
@@ -83,11 +94,24 @@ def run(
     )
     total_steps = _total_steps(config, loader)
     lr_scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, total_steps)
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, trained, optimizer, context.rank, context.world_size, group)
+    saver = CheckpointSaver(
+        config.checkpoint,
+        run_dir,
+        trained,
+        optimizer,
+        context.rank,
+        context.world_size,
+        group,
+        describe_run(config, run_dir, mesh_context, data),
+    )
     with ExitStack() as stack:
         observer = TrainingObserver()
         reporter: Reporter | None = None
         if context.rank == 0:
-            reporter = observer = stack.enter_context(Reporter(config, run_dir, total_steps))
+            start = prepare_run_folder(run_dir, checkpoint, config.checkpoint.resume)
+            reporter = observer = stack.enter_context(Reporter(config, run_dir, total_steps, start))
             reporter.message(_header(config, mesh_context, num_parameters, data, total_steps, device_type))
             if isinstance(trained, AutoPipeline):
                 reporter.message(trained.describe())
@@ -104,7 +128,13 @@ def run(
             observer=observer,
             stop_requested=stop_requested,
             flops_utilization=flops_utilization,
+            saver=saver,
+            save_requested=stop_requested.take_save_request,
         )
+        if checkpoint is not None:
+            trainer.load_state_dict(checkpoint.index["trainer"])
+            if checkpoint.path.parent == saver.run_dir / CHECKPOINTS:
+                saver.saved_step = checkpoint.step
         result = trainer.train()
         text = None if result.stopped else _sample_text(trainer.runner, config, data, mesh_context)
         if reporter is not None:
@@ -121,10 +151,10 @@ def mixed_precision(precision: PrecisionConfig) -> MixedPrecision:
 class Reporter(TrainingObserver):
     """Rank 0's console, log, metrics.jsonl and metric loggers; a context manager."""
 
-    def __init__(self, config: TrainConfig, run_dir: Path, total_steps: int) -> None:
+    def __init__(self, config: TrainConfig, run_dir: Path, total_steps: int, start: RunStart) -> None:
         self._run_dir = run_dir
-        self._progress = Progress(total_steps, log_every_steps=config.training.log_every_steps)
-        self._metrics = MetricsFile(run_dir / "metrics.jsonl")
+        self._progress = Progress(total_steps, start.step + 1, config.training.log_every_steps)
+        self._metrics = MetricsFile(run_dir / "metrics.jsonl", start.keep_metrics_bytes)
         self._loggers: list[MetricLogger] = build_loggers(config.logger, run_dir, dataclasses.asdict(config))
         self._stack = ExitStack()
 
@@ -148,6 +178,9 @@ class Reporter(TrainingObserver):
     def on_validation(self, metrics: ValidationMetrics) -> None:
         self._write(metrics)
         self._progress.validation(metrics)
+
+    def metrics_offset(self) -> int:
+        return self._metrics.size
 
     def _write(self, metrics: StepMetrics | ValidationMetrics) -> None:
         self._metrics.write(metrics)

@@ -6,8 +6,9 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from automodel.distributed.gradients import clip_gradients, local_square_sum
 from automodel.distributed.mesh import MeshAxisName, MeshContext
 from automodel.distributed.strategy import StrategyManager
 from automodel.distributed.world import World
+from automodel.training.checkpoint.saver import CheckpointSaver, SaveRequest
 from automodel.training.metrics import StepMetrics, ValidationMetrics, peak_memory_bytes
 from automodel.training.step_runner import build_step_runner
 
@@ -36,6 +38,10 @@ class TrainingObserver:
     def on_step(self, metrics: StepMetrics) -> None: ...
 
     def on_validation(self, metrics: ValidationMetrics) -> None: ...
+
+    def metrics_offset(self) -> int:
+        """Size in bytes of metrics.jsonl, where this observer writes it."""
+        return 0
 
 
 @dataclass
@@ -74,6 +80,8 @@ class Trainer:
         observer: told of results on this rank.
         stop_requested: asked once a step; a stop on any rank stops all at the same step.
         flops_utilization: tokens per second -> MFU, where it is known.
+        saver: saves checkpoints, or None.
+        save_requested: asked once a step; a request on any rank has all save after that step.
     """
 
     def __init__(
@@ -90,6 +98,8 @@ class Trainer:
         observer: TrainingObserver,
         stop_requested: Callable[[], bool],
         flops_utilization: Callable[[float], float] | None = None,
+        saver: CheckpointSaver | None = None,
+        save_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
         self.mesh_context = mesh_context
@@ -103,41 +113,81 @@ class Trainer:
         self.observer = observer
         self.stop_requested = stop_requested
         self.flops_utilization = flops_utilization
+        self.saver = saver
+        self.save_requested = save_requested
         self.world = World(mesh_context)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.runner = build_step_runner(model, manager, mesh_context.device, config.training.loss)
         self.step = 0
         self.result = TrainingResult()
+        self._save_now = False
+        # The loader is a step ahead while a batch waits for the other ranks' word.
+        self._loader_position = loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken; after the optimizer's state is loaded."""
+        self.step = state["step"]
+        self.loader.load_state_dict(state["loader"])
+        self._loader_position = self.loader.state_dict()
+        self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        self.result.last_loss = state["last_loss"]
+        self.result.val_losses = dict([state["validation"]] if state["validation"] else [])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loop's own state after ``step`` steps, as JSON values; the same on every rank."""
+        return {
+            "step": self.step,
+            "loader": self._loader_position,
+            "lr_scheduler": self.lr_scheduler.state_dict(),
+            "last_loss": self.result.last_loss,
+            "validation": list(self.result.val_losses.items())[-1] if self.result.val_losses else None,
+        }
 
     def train(self) -> TrainingResult:
         """Run to the last step, or to the first step boundary after a stop was asked for."""
         training = self.config.training
         if training.val_at_start and self.step == 0:
             self.validate()
-        validated = -1
         while self.step < self.total_steps:
             if not self._train_step():
                 self.result.stopped = True
+                self._save(final=True)
                 return self.result
             if training.val_every_steps and self.step % training.val_every_steps == 0:
                 self.validate()
-                validated = self.step
-        if training.val_at_end and validated != self.step:
+            every = training.ckpt_every_steps
+            if self._save_now or (every and self.step % every == 0 and self.step < self.total_steps):
+                self._save()
+        if training.val_at_end and self.step not in self.result.val_losses:
             self.validate()
+        self._save(final=True)
         return self.result
+
+    def _save(self, final: bool = False) -> None:
+        """Save what the finished steps made; collective. Nothing to save before the first step."""
+        self._save_now = False
+        if self.saver is not None and self.step:
+            request = SaveRequest(
+                self.step, self.state_dict(), self.observer.metrics_offset(), self.result.val_losses.get(self.step)
+            )
+            self.saver.save(request, final)
 
     def _train_step(self) -> bool:
         """One step; False when all ranks agree to stop before it."""
         started = time.perf_counter()
         batch = self.loader.next_step()
         speaks = self.world.speaks_for_tokens
-        num_label_tokens, num_samples, stops = self.world.sum_counts(
+        num_label_tokens, num_samples, stops, saves = self.world.sum_counts(
             batch.num_label_tokens if speaks else 0,
             len(batch.sample_ids) if speaks else 0,
             int(self.stop_requested()),
+            int(self.save_requested()),
         )
         if stops:
             return False
+        if self.saver is not None:
+            self.saver.check()
+        self._save_now = saves > 0
         self.step += 1
         self.result.num_steps += 1
         if num_label_tokens:
@@ -168,6 +218,7 @@ class Trainer:
         if self.config.data.log_sample_ids:
             metrics = dataclasses.replace(metrics, sample_ids=self._gather_sample_ids(batch.sample_ids))
         self.observer.on_step(metrics)
+        self._loader_position = self.loader.state_dict()
         return True
 
     def _update(self, batch: StepBatch, num_label_tokens: int) -> tuple[float, float, int]:

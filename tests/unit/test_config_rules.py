@@ -160,15 +160,9 @@ def test_what_this_version_lacks_is_refused_by_name_and_after_every_other_rule()
         "distributed.ep_size": ("distributed.ep_size=2",),
         "distributed.strategy": MFSDP,
         "distributed.tp_plan": ("distributed.tp_plan={a:colwise}",),
-        "distributed.enable_compile": ("distributed.enable_compile=true",),
-        "distributed.activation_checkpointing": ("distributed.activation_checkpointing=selective",),
         "training.loss": (*PP2, "training.loss=linear_cross_entropy"),
         "data.packed_sequence_size": ("data.packed_sequence_size=512",),
         "model.init": ("model=hf", "model.pretrained_model_name_or_path=./m"),
-        "training.ckpt_every_steps": ("training.ckpt_every_steps=10",),
-        "checkpoint.resume": ("checkpoint.resume=auto",),
-        "checkpoint.keep_last": ("checkpoint.keep_last=2",),
-        "checkpoint.keep_best": ("checkpoint.keep_best=1",),
     }
     for item in MISSING:
         error = refusal(compose_config(*ways[item.key]))
