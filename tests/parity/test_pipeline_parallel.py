@@ -86,6 +86,8 @@ LAYOUTS: dict[str, tuple[int, Case]] = {
     "pp2_checkpointing": (2, pipelined(2, "1f1b", activation_checkpointing=True)),
     "pp2_checkpointing_v_schedule": (2, pipelined(2, "v_schedule", activation_checkpointing="full")),
     "pp2_hsdp_2x2": (8, pipelined(2, "1f1b", TIED, local=2, dp_replicate_size=2)),
+    "pp2_tp2": (4, pipelined(2, "1f1b", tp_size=2)),
+    "pp2_tp2_sequence_v_schedule_tied": (4, pipelined(2, "v_schedule", TIED, tp_size=2, sequence_parallel=True)),
     # 21 samples: the last step of an epoch has 5, padded to whole local batches.
     "pp2_short_window": (2, dataclasses.replace(pipelined(2, "1f1b"), num_samples=21, steps=4)),
     "pp2_dp2_short_window": (4, dataclasses.replace(pipelined(2, "1f1b", TIED, local=4), num_samples=21, steps=4)),
@@ -101,6 +103,14 @@ FULL_LAYOUTS: dict[str, tuple[int, Case]] = {
     **{f"pp2_{schedule}_tied": (2, pipelined(2, schedule, TIED)) for schedule in SCHEDULES},
     **{f"pp4_{schedule}_tied": (4, pipelined(4, schedule, TIED)) for schedule in SCHEDULES},
     **{f"pp2_dp2_{schedule}": (4, pipelined(2, schedule, local=4)) for schedule in SCHEDULES},
+    **{f"pp2_tp2_{schedule}_tied": (4, pipelined(2, schedule, TIED, tp_size=2)) for schedule in SCHEDULES},
+    **{
+        f"pp2_dp2_tp2_sequence_{schedule}_tied": (
+            8,
+            pipelined(2, schedule, TIED, local=4, tp_size=2, sequence_parallel=True),
+        )
+        for schedule in SCHEDULES
+    },
     **{
         f"pp{size}_{schedule}_{model_type}": (size, pipelined(size, schedule, model, model_type))
         for size in (2, 4)
