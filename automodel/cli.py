@@ -20,6 +20,7 @@ from automodel.config.errors import ConfigError
 from automodel.launch.arguments import Arguments, parse_arguments
 from automodel.launch.context import LaunchContext, detect
 from automodel.launch.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, RunFailed, Terminated
+from automodel.launch.lifetime import SAVE_SIGNAL
 from automodel.launch.program import Program
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None, *, config_dir: Path, program: Progra
             return joined.main(arguments, context, program)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, _terminate)
+            # A request for a checkpoint means something once the ranks run; until then it must not end the process.
+            signal.signal(SAVE_SIGNAL, signal.SIG_IGN)
         return _main(arguments, program)
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -79,13 +82,15 @@ def _main(arguments: Arguments, program: Program) -> int:
 
         print(help_text(arguments.config_path))
         return 0
-    from automodel.launch.compose import compose_container, run_hydra
+    from automodel.launch.compose import run_hydra
     from automodel.launch.preflight import preflight
+    from automodel.launch.resume import compose_continued
     from automodel.launch.task import JobFailed, LocalTask
 
     task = LocalTask(program)
     if not arguments.query and not arguments.multirun:
-        task.plan = preflight(compose_container(arguments), LaunchContext(), program)
+        arguments, container = compose_continued(arguments)
+        task.plan = preflight(container, LaunchContext(), program)
     try:
         run_hydra(task, arguments)
     except JobFailed as failed:

@@ -7,6 +7,7 @@ from automodel.config.distributed import ParallelismSizes
 from automodel.config.errors import ConfigError
 from automodel.config.pipeline_rules import check_pipeline
 from automodel.config.schema import TrainConfig
+from automodel.config.validate_checkpoint import check_checkpoint
 from automodel.config.validate_layout import (
     MODEL_SIZE_FIELDS,
     check_batch,
@@ -92,5 +93,6 @@ def validate(config: TrainConfig, world_size: int, local_world_size: int | None 
     check_optimizer(config)
     check_lr_scheduler(config)
     check_logger(config)
+    check_checkpoint(config)
     check_available(config)
     return sizes

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel.config.distributed import DDPConfig, MixedPrecision
+from automodel.distributed.compilation import blocks_to_cast_whole
 from automodel.distributed.mesh import MeshAxisName, MeshContext
 from automodel.distributed.mixed_precision import cast_in_forward
 
@@ -37,7 +38,7 @@ class DDPManager:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.policy is not None:
-            cast_in_forward(model, self.policy)
+            cast_in_forward(model, self.policy, blocks_to_cast_whole(model, self.mesh_context))
         if self.mesh_context.world_size == 1:
             return model
         device = self.mesh_context.device

@@ -14,11 +14,26 @@ from automodel.launch.arguments import Arguments
 
 
 def compose_container(arguments: Arguments) -> dict[str, Any]:
-    """Compose the config as plain containers. Makes no folder.
+    """Compose the config as plain containers, interpolations resolved. Makes no folder.
 
     Raises:
         ConfigError: the config cannot be composed.
     """
+    return _compose(arguments, lambda composed: to_container(composed, arguments.overrides))
+
+
+def compose_unresolved(arguments: Arguments) -> dict[str, Any]:
+    """The same with interpolations as they are written, as Hydra records it in a run folder.
+
+    Raises:
+        ConfigError: the config cannot be composed.
+    """
+    from omegaconf import OmegaConf
+
+    return _compose(arguments, lambda composed: OmegaConf.to_container(composed, resolve=False))
+
+
+def _compose(arguments: Arguments, to_plain: Callable[[Any], Any]) -> dict[str, Any]:
     from hydra import compose, initialize_config_dir
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict, read_write
@@ -36,7 +51,8 @@ def compose_container(arguments: Arguments) -> dict[str, Any]:
         HydraConfig.instance().set_config(composed)
         with read_write(composed), open_dict(composed):
             del composed["hydra"]
-        return to_container(composed, arguments.overrides)
+        plain: dict[str, Any] = to_plain(composed)
+        return plain
     except Exception as error:
         raise translated(error, arguments.overrides) from error
     finally:

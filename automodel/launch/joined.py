@@ -22,7 +22,7 @@ from automodel.config.errors import ConfigError
 from automodel.config.help import help_text
 from automodel.config.schema import TrainConfig, load
 from automodel.launch.arguments import Arguments
-from automodel.launch.compose import compose_container, run_hydra
+from automodel.launch.compose import run_hydra
 from automodel.launch.context import LaunchContext
 from automodel.launch.devices import DeviceType
 from automodel.launch.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_TERMINATED
@@ -31,6 +31,7 @@ from automodel.launch.lifetime import StopFlag
 from automodel.launch.logs import append_text, configure_logging
 from automodel.launch.preflight import Plan, preflight
 from automodel.launch.program import Program, resolve
+from automodel.launch.resume import compose_continued
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -97,11 +98,12 @@ class JoinedRank:
                     f"{self.context.kind} has started the ranks of one run, a sweep starts its own",
                     "plain python train.py -m ..., or one job without -m",
                 )
-            plan = preflight(compose_container(self.arguments), self.context, self.program)
+            continued, container = compose_continued(self.arguments)
+            plan = preflight(container, self.context, self.program)
         except BaseException as error:
             self._dismiss(EXIT_REFUSED if isinstance(error, ConfigError) else EXIT_FAILED)
             raise
-        run_hydra(lambda _: self._run_in_folder(plan), self.arguments)
+        run_hydra(lambda _: self._run_in_folder(plan), continued)
 
     def _run_in_folder(self, plan: Plan) -> float | None:
         from hydra.core.hydra_config import HydraConfig

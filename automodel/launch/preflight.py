@@ -18,6 +18,7 @@ from automodel.launch.devices import DeviceType, choose_device, count_gpus
 from automodel.launch.errors import RunFailed
 from automodel.launch.lifetime import end_with_parent
 from automodel.launch.program import Program, resolve
+from automodel.training.checkpoint.folder import find_named
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,9 @@ def check_settings(container: dict[str, Any], context: LaunchContext, num_gpus: 
     from automodel.data.checks import check_data
 
     check_data(config)
+    resume = config.checkpoint.resume
+    if resume is not None and resume != "auto":
+        find_named(resume)
     return Plan(container, config, world_size, device)
 
 

@@ -26,12 +26,12 @@ class Program:
     """
 
     run: str = "automodel.training.run:run"
-    check_model: str = "automodel.model.checks:check_model"
+    check_model: str = "automodel.training.checks:check_run"
     preload: tuple[str, ...] = (
         "torch",
         "torch.distributed",
         "transformers",
-        "automodel.model.checks",
+        "automodel.training.checks",
         "automodel.training.run",
     )
 

@@ -56,6 +56,13 @@ def choose_checkpoint(
 
 def _choose(resume: str | None, run_dir: Path) -> Checkpoint | None:
     if resume is not None and resume != "auto":
+        if folder.step_of(Path(resume)) is None and Path(resume).resolve() != run_dir.resolve():
+            raise ConfigError(
+                RESUME,
+                resume,
+                f"a run goes on inside its own folder, and this one writes to {run_dir}",
+                f"auto, a step_<N> folder; or without a sweep and hydra.run.dir, {resume}",
+            )
         return folder.find_named(resume)
     found, passed = folder.newest_whole(run_dir)
     if resume is None:

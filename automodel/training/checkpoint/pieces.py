@@ -101,7 +101,8 @@ def pieces_to_save(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
                 raise TypeError(f"optimizer state {field} of {name} is a {type(value).__name__} and cannot be saved")
     for device, state in _generator_states().items():
         pieces[f"{RNG}.{rank}.{device}"] = piece_of(state)
-    return pieces
+    # A resumed run may have made its state in another order; its files are to be the same.
+    return dict(sorted(pieces.items()))
 
 
 def _state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
