@@ -69,4 +69,8 @@ def tiny_config(model_type: str) -> dict[str, Any]:
     """Fields for ``model.config``."""
     config_class: Any = CONFIG_MAPPING[model_type]
     names = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map or {})
-    return {name: value for name, value in {**SIZES, **OWN.get(model_type, {})}.items() if name in names}
+    own = dict(OWN.get(model_type, {}))
+    if "kv_lora_rank" in names:
+        # Latent attention has a key and a value for every head.
+        own.setdefault("num_key_value_heads", SIZES["num_attention_heads"])
+    return {name: value for name, value in {**SIZES, **own}.items() if name in names}
