@@ -16,9 +16,9 @@ from tests.end_to_end.checkpoint_support import (
     resume,
     saved_steps,
     straight_run,
+    train,
     write_text,
 )
-from tests.end_to_end.train_support import train
 
 # Step 6 of 4 a epoch is in the middle of epoch 2.
 CUT = 6
