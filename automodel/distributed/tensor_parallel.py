@@ -61,7 +61,7 @@ def resolve_plan(model: nn.Module, user_plan: Mapping[str, str] | None, tp_size:
             "distributed.tp_size",
             tp_size,
             f"{type(model).__name__} comes without a tensor-parallel plan",
-            "1, or a plan of your own in distributed.tp_plan: module pattern -> style, as in conf/model/tiny_gpt2.yaml",
+            "1, or a plan of your own in distributed.tp_plan (pattern: style), as in conf/distributed/gpt2_tp2.yaml",
         )
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     found: dict[str, dict[str, str]] = {"modules": {}, "parameters": {}}

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from automodel.distributed import traced_collectives
 
 _SHARED_ATTRIBUTE = "_tensor_parallel_shared"
 
@@ -24,13 +25,17 @@ class TensorParallelGroup:
 
     Args:
         mesh: the tp axis alone.
+        in_place: sums may overwrite what they add up. Not under selective checkpointing, which keeps some of it.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, in_place: bool = True) -> None:
+        self.in_place = in_place
         self.mesh = mesh
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
         self.process_group = mesh.get_group()
+        self.name = self.process_group.group_name
+        traced_collectives.register_group(self.name, self)
 
     def bounds(self, size: int, rank: int | None = None) -> tuple[int, int]:
         """First index and the one after the last of a rank's slice of a dimension of ``size``."""
@@ -44,40 +49,46 @@ class TensorParallelGroup:
         return tensor.narrow(dim, start, end - start).contiguous()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks; overwrites ``tensor`` where nothing is being traced."""
+        """The sum over ranks, in the place of ``tensor`` where that is allowed and ``tensor`` contiguous."""
         if torch.compiler.is_compiling():
-            return functional.wait_tensor(functional.all_reduce(tensor, "sum", self.process_group))
-        # In place: the functional form costs a copy and a dispatch more, and gloo is slow enough.
-        tensor = tensor.contiguous()
+            return traced_collectives.all_reduce(tensor, self.name)
+        tensor = tensor.contiguous() if self.in_place else tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(tensor, group=self.process_group)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int, size: int) -> Tensor:
         """The slices of all ranks joined to a dimension of ``size``."""
-        tensor, dim = self._padded(tensor, dim, size)
-        gathered = functional.all_gather_tensor(tensor, 0, self.process_group)
-        blocks = functional.wait_tensor(gathered).unflatten(0, (self.size, tensor.shape[0]))
-        return blocks.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, size).contiguous()
+        if torch.compiler.is_compiling():
+            return traced_collectives.all_gather(tensor, self.name, dim, size)
+        dim %= tensor.ndim
+        # The collective wants slices of one length: short ones are filled up.
+        tensor = self._filled(tensor, dim, -(-size // self.size)).contiguous()
+        gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        dist.all_gather_into_tensor(gathered, tensor, group=self.process_group)
+        slices = gathered.unflatten(0, (self.size, tensor.shape[0]))
+        lengths = [end - start for start, end in (self.bounds(size, rank) for rank in range(self.size))]
+        return torch.cat([slices[rank].narrow(dim, 0, length) for rank, length in enumerate(lengths)], dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's slice of the sum over ranks."""
+        if torch.compiler.is_compiling():
+            return traced_collectives.reduce_scatter(tensor, self.name, dim)
+        dim %= tensor.ndim
         size = tensor.shape[dim]
-        dim %= tensor.ndim
         chunk = -(-size // self.size)
-        if chunk * self.size != size:
-            tensor = torch.nn.functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, chunk * self.size - size))
-        blocks = tensor.unflatten(dim, (self.size, chunk)).movedim(dim, 0).flatten(0, 1).contiguous()
-        scattered = functional.reduce_scatter_tensor(blocks, "sum", 0, self.process_group)
+        filled = self._filled(tensor, dim, chunk * self.size)
+        slices = filled.unflatten(dim, (self.size, chunk)).movedim(dim, 0).contiguous()
+        own = torch.empty_like(slices[0])
+        dist.reduce_scatter_tensor(own, slices.flatten(0, 1), group=self.process_group)
         start, end = self.bounds(size)
-        return functional.wait_tensor(scattered).narrow(dim, 0, end - start).contiguous()
+        return own if end - start == chunk else own.narrow(dim, 0, end - start).clone()
 
-    def _padded(self, tensor: Tensor, dim: int, size: int) -> tuple[Tensor, int]:
-        """Slices of one length, which is what the collectives want."""
-        dim %= tensor.ndim
-        missing = -(-size // self.size) - tensor.shape[dim]
-        if missing:
-            tensor = torch.nn.functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing))
-        return tensor.contiguous(), dim
+    def _filled(self, tensor: Tensor, dim: int, length: int) -> Tensor:
+        """``tensor`` with zeros up to ``length`` along ``dim``."""
+        missing = length - tensor.shape[dim]
+        if not missing:
+            return tensor
+        return torch.nn.functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing))
 
 
 class _SumGradients(torch.autograd.Function):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from automodel.config.distributed import DistributedSection
 from automodel.config.errors import ConfigError
 from automodel.config.schema import TrainConfig
 from automodel.config.validate import check_model_sizes
-from automodel.distributed.sequence_parallel import check_sequence_parallel
-from automodel.distributed.tensor_parallel import resolve_plan
 from automodel.model.build import build_config, build_model
+from automodel.model.checkpoint_names import NeedsConversion, saved_tensors
 from automodel.model.output_head import check_output_head
 from automodel.model.pipeline_checks import check_pipeline_model
+from automodel.model.tensor_parallel_checks import check_tensor_parallel
+from automodel.model.weights import check_pretrained_weights
 
 EXPERT_COUNT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -22,7 +22,9 @@ def check_model(config: TrainConfig, world_size: int) -> None:
 
     Raises:
         ConfigError: an unknown field, model or attention; sizes that the layout does not divide; a mixture of
-            experts, whose balancing loss this version would leave out; an output head that the loss does not fit.
+            experts, whose balancing loss this version would leave out; an output head that the loss does not fit;
+            a tensor-parallel or pipeline plan that does not fit the model; pretrained weights that are not those of
+            the model; a model that cannot be written as its class reads it.
     """
     hf_config = build_config(config.model)
     text_config = hf_config.get_text_config()
@@ -41,6 +43,24 @@ def check_model(config: TrainConfig, world_size: int) -> None:
         check_output_head(model)
     if config.distributed.pp_size > 1:
         check_pipeline_model(model, config.distributed.pipeline, config.distributed.pp_size)
+    # A run that goes on has its weights from its checkpoint, even where the first ones are no longer there.
+    if config.model.weights_source is not None and config.checkpoint.resume in (None, "auto"):
+        check_pretrained_weights(model, config.model.weights_source)
+    if config.checkpoint.save_consolidated != "never":
+        _check_export(model, config.checkpoint.save_consolidated)
+
+
+def _check_export(model: PreTrainedModel, when: str) -> None:
+    try:
+        saved_tensors(model)
+    except NeedsConversion as error:
+        raise ConfigError(
+            "checkpoint.save_consolidated",
+            when,
+            f"the files of {type(model).__name__} hold its tensors put together or taken apart, which is not supported "
+            f"by this version: {error}",
+            "never",
+        ) from error
 
 
 SIZE_FIELDS = (

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
+from torch.distributed.tensor import DTensor
 
-from tests.parity.cases import TINY_LLAMA, Case, Outcome
+from tests.parity.cases import TINY_LLAMA, Case, Outcome, named_parameters, run_case
 from tests.parity.compare import differences
 from tests.parity.ranks import Ranks
 
+CONF = Path(__file__).parents[2] / "conf"
 TP2 = {"tp_size": 2}
 SEQUENCE = {"tp_size": 2, "sequence_parallel": True}
 HSDP = {"dp_replicate_size": 2}
@@ -29,7 +35,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo2": {**_WITHOUT_HEAD_DIM, "pad_token_id": 3},
     "granite": {**_WITHOUT_HEAD_DIM, "attention_multiplier": 0.3, "logits_scaling": 2.0, "residual_multiplier": 0.5},
     "gpt_neox": _WITHOUT_KEY_VALUE_HEADS,
+    "gpt2": {"vocab_size": 67, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "initializer_range": 0.1},
 }
+HAVE_A_PLAN = [name for name in MODELS if name != "gpt2"]
+GPT2_PLAN: dict[str, str] = yaml.safe_load((CONF / "distributed" / "gpt2_tp2.yaml").read_text())["distributed"][
+    "tp_plan"
+]
 
 
 def case(model_type: str, distributed: dict[str, Any], **fields: Any) -> Case:
@@ -39,8 +50,8 @@ def case(model_type: str, distributed: dict[str, Any], **fields: Any) -> Case:
 
 # name -> (world size, case). A global batch is 16 samples in local batches of 2, so every case accumulates.
 LAYOUTS: dict[str, tuple[int, Case]] = {
-    **{f"tp2_{name}": (2, case(name, TP2)) for name in MODELS},
-    **{f"tp2_sequence_{name}": (2, case(name, SEQUENCE)) for name in MODELS},
+    **{f"tp2_{name}": (2, case(name, TP2)) for name in HAVE_A_PLAN},
+    **{f"tp2_sequence_{name}": (2, case(name, SEQUENCE)) for name in HAVE_A_PLAN},
     **{f"dp2_tp2_{name}": (4, case(name, TP2)) for name in ("llama", "qwen3", "phi3")},
     **{f"dp2_tp2_sequence_{name}": (4, case(name, SEQUENCE)) for name in ("llama", "qwen3", "phi3")},
     **{f"hsdp_2x2_tp2_{name}": (8, case(name, {**TP2, **HSDP})) for name in ("llama", "phi3")},
@@ -60,6 +71,8 @@ LAYOUTS: dict[str, tuple[int, Case]] = {
     ),
     "tp2_uneven_intermediate": (2, case("llama", TP2, intermediate_size=97)),
     "tp2_sequence_checkpointing": (2, case("qwen3", {**SEQUENCE, "activation_checkpointing": "full"})),
+    "tp2_gpt2": (2, case("gpt2", {**TP2, "tp_plan": GPT2_PLAN})),
+    "tp2_sequence_gpt2": (2, case("gpt2", {**SEQUENCE, "tp_plan": GPT2_PLAN})),
     "tp2_sequence_padding_token": (2, case("llama", SEQUENCE, pad_token_id=50)),
 }
 
@@ -69,3 +82,62 @@ def test_matches_reference_run(name: str, ranks: Callable[[int], Ranks], referen
     world_size, case = LAYOUTS[name]
     outcome = ranks(world_size).run("tests.parity.cases:run_case", case, world_size)
     assert differences(outcome, reference(case)) == []
+
+
+def test_bf16_matches_within_its_rounding(ranks: Callable[[int], Ranks], reference: Callable[[Case], Outcome]) -> None:
+    bf16 = case("qwen3", SEQUENCE, settings={"precision": {"param_dtype": "bfloat16"}})
+    outcome = ranks(2).run("tests.parity.cases:run_case", bf16, 2)
+    assert differences(outcome, reference(bf16), scale=1000.0, gradients=False) == []
+    fp32 = reference(dataclasses.replace(bf16, settings={}))
+    assert outcome.weights == fp32.weights, "master weights stay fp32"
+    assert differences(outcome, fp32, scale=2000.0, gradients=False) == []
+
+
+NEGATIVE_CONTROLS: dict[str, tuple[str, Case]] = {
+    "norms_on_heads": ("gradients_of_replicated_weights_not_summed", case("qwen3", TP2)),
+    "norms_on_slices_of_the_sequence": ("gradients_of_replicated_weights_not_summed", case("llama", SEQUENCE)),
+    "one_key_value_head": ("gradients_of_replicated_weights_not_summed", case("llama", TP2, num_key_value_heads=1)),
+    "activations": ("gradients_of_activations_not_summed", case("llama", TP2)),
+}
+
+
+@pytest.mark.parametrize("name", NEGATIVE_CONTROLS)
+def test_comparison_notices_gradients_that_are_not_summed(
+    name: str, ranks: Callable[[int], Ranks], reference: Callable[[Case], Outcome]
+) -> None:
+    fault, broken = NEGATIVE_CONTROLS[name]
+    dotted = f"tests.parity.tensor_parallel_faults:{fault}"
+    outcome = ranks(2).run("tests.parity.cases:run_case", broken, 2, fault=dotted)
+    assert differences(outcome, reference(broken)) != []
+
+
+def replicated_gradients_differ(case: Case, world_size: int) -> list[str]:
+    """Names of parameters, whole on both tp ranks, whose gradients are not the same bits there; collective."""
+    gradients: dict[str, torch.Tensor] = {}
+
+    def record(model: torch.nn.Module) -> None:
+        for name, parameter in named_parameters(model).items():
+            placements = parameter.placements if isinstance(parameter, DTensor) else ()
+            # The last axis is tp where there are two; a parameter on one axis is whole over tp.
+            if len(placements) < 2 or placements[-1].is_replicate():
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p, name=name: gradients.update({name: p.grad.to_local().clone()})
+                )
+
+    run_case(case, world_size, record)
+    differing = []
+    for name, gradient in sorted(gradients.items()):
+        both = [torch.empty_like(gradient) for _ in range(world_size)]
+        torch.distributed.all_gather(both, gradient)
+        if not torch.equal(both[0], both[1]):
+            differing.append(name)
+    assert gradients
+    return differing
+
+
+@pytest.mark.parametrize("distributed", [TP2, SEQUENCE], ids=["tp2", "tp2_sequence"])
+def test_replicated_parameters_have_the_same_gradient_on_all_tp_ranks(
+    distributed: dict[str, Any], ranks: Callable[[int], Ranks]
+) -> None:
+    differing = ranks(2).run(f"{__name__}:replicated_gradients_differ", case("qwen3", distributed), 2)
+    assert differing == []
