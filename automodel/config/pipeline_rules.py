@@ -48,6 +48,7 @@ SCHEDULES = {
         Schedule("zero_bubble", "many", splits_backward=True),
     )
 }
+_WHOLE_BACKWARD = f"another schedule: {', '.join(s.name for s in SCHEDULES.values() if not s.splits_backward)}"
 # Spellings with underscores, hyphens and capitals removed; torch's class names are among them.
 _ALIASES = {
     **{name.replace("_", ""): name for name in SCHEDULES},
@@ -95,6 +96,13 @@ def check_pipeline(section: DistributedSection, local_batch_size: int, samples_p
     schedule = find_schedule(pipeline.pp_schedule)
     csv = None if pipeline.pp_schedule_csv is None else read_csv_schedule(pipeline.pp_schedule_csv, section.pp_size)
     _check_checkpointing(section, "the schedule" if csv else schedule.name, (csv or schedule).splits_backward)
+    if (csv or schedule).splits_backward and getattr(section.strategy_config, "enable_compile", False):
+        raise ConfigError(
+            "distributed.enable_compile",
+            True,
+            "the schedule runs backward in two halves, and the backward of a compiled block is one piece",
+            f"false, or {_WHOLE_BACKWARD}",
+        )
     if pipeline.scale_grads_in_schedule and samples_per_rank != local_batch_size:
         raise ConfigError(
             "distributed.pipeline.scale_grads_in_schedule",
@@ -143,15 +151,14 @@ def _check_checkpointing(section: DistributedSection, schedule: str, splits_back
     mode = section.activation_checkpointing
     if not splits_backward or mode in (False, "full"):
         return
-    others = "another schedule: 1f1b, gpipe, interleaved_1f1b, looped_bfs"
     if mode == "selective":
         rule = f"{schedule} runs backward in two halves, which selective checkpointing cannot serve"
-        raise ConfigError("distributed.activation_checkpointing", mode, rule, f"false, or {others}")
+        raise ConfigError("distributed.activation_checkpointing", mode, rule, f"false, or {_WHOLE_BACKWARD}")
     raise ConfigError(
         "distributed.activation_checkpointing",
         mode,
         f"{schedule} runs backward in two halves, and recomputes each block up to ten times",
-        f"full, if memory is worth that; false; or {others}",
+        f"full, if memory is worth that; false; or {_WHOLE_BACKWARD}",
     )
 
 

@@ -192,6 +192,7 @@ REFUSED: list[tuple[tuple[str, ...], int | None, str, str]] = [
         "distributed.pipeline.scale_grads_in_schedule",
         "training.local_batch_size=16",
     ),
+    ((*PP2, "pipeline=zero_bubble", "distributed.enable_compile=true"), None, "distributed.enable_compile", "1f1b"),
     ((*PP2, "distributed.gather_once_per_step=true"), None, "distributed.gather_once_per_step", "false"),
     # precision
     (("precision.param_dtype=float16",), None, "precision.param_dtype", "bfloat16, float32"),
