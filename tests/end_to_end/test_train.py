@@ -79,7 +79,12 @@ def test_metrics_hold_what_the_contract_names(reference_run: Path) -> None:
 
 
 def test_run_folder_holds_config_log_and_metrics(reference_run: Path) -> None:
-    assert sorted(path.name for path in reference_run.iterdir()) == [".hydra", "metrics.jsonl", "train.log"]
+    assert sorted(path.name for path in reference_run.iterdir()) == [
+        ".hydra",
+        "checkpoints",
+        "metrics.jsonl",
+        "train.log",
+    ]
     assert (reference_run / ".hydra" / "config.yaml").exists()
     log = (reference_run / "train.log").read_text()
     assert log.count("step 3/3 loss") == 1
