@@ -30,7 +30,7 @@ parity-full: $(BIN)/.installed-test
 	$(BIN)/python -m pytest -m slow
 
 benchmarks: $(BIN)/.installed
-	for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script || exit 1; done
+	for name in command_line startup data_parallel pipeline; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,8 +1,8 @@
 """Pipeline parallelism: tokens per CPU-second against a bare loop, and the bubble of each schedule.
 
-    python benchmarks/pipeline.py             both, about three minutes on two cores
-    python benchmarks/pipeline.py speed
-    python benchmarks/pipeline.py bubble
+    python -m benchmarks.pipeline             both, about three minutes on two cores
+    python -m benchmarks.pipeline speed
+    python -m benchmarks.pipeline bubble
 
 Speed: a Llama of 8.4 million parameters, 8 sequences of 512 tokens a step, AdamW, clipping at 1, fp32. The bare loop is
 the Hugging Face model in one process; ``pp2`` is this project's trainer on two ranks with 1f1b. They take turns, and
@@ -166,9 +166,9 @@ def _note(stage: Stage, trace: Trace) -> None:
         trace.append((stage.stage_index, "W", index))
         return weight(index, *args, **kwargs)
 
-    stage.forward_one_chunk = noted_forward  # type: ignore[method-assign]
-    stage.backward_one_chunk = noted_backward  # type: ignore[method-assign]
-    stage.backward_weight_one_chunk = noted_weight  # type: ignore[method-assign]
+    stage.forward_one_chunk = noted_forward  # type: ignore[assignment, method-assign]
+    stage.backward_one_chunk = noted_backward  # type: ignore[assignment, method-assign]
+    stage.backward_weight_one_chunk = noted_weight  # type: ignore[assignment, method-assign]
 
 
 def idle_share(ranks: list[Trace]) -> float:

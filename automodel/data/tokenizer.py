@@ -13,11 +13,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from automodel.config.errors import ConfigError
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     from automodel.config.schema import TrainConfig
@@ -174,6 +173,9 @@ def _tokenizer_name(config: TrainConfig) -> str | None:
 
 def token_dtype(tokenizer: PreTrainedTokenizerBase) -> type[np.generic]:
     """The narrowest dtype that holds every id: corpora are kept whole in each rank's memory."""
+    # Imported late, also below: the checks before a run need this module, and a refusal does not wait for numpy.
+    import numpy as np
+
     return np.uint16 if len(tokenizer) <= 2**16 else np.int32
 
 
@@ -196,6 +198,8 @@ def encode_documents(tokenizer: PreTrainedTokenizerBase, documents: Iterable[byt
     Raises:
         UnicodeDecodeError: a document is not UTF-8 and the tokenizer is not the byte tokenizer.
     """
+    import numpy as np
+
     dtype = token_dtype(tokenizer)
     if is_byte_tokenizer(tokenizer):
         for document in documents:

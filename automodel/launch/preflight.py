@@ -12,6 +12,7 @@ from typing import Any
 from automodel.config.errors import ConfigError
 from automodel.config.schema import TrainConfig, load
 from automodel.config.validate import resolve_world_size, validate
+from automodel.data.checks import check_data
 from automodel.launch import forkserver
 from automodel.launch.context import LaunchContext
 from automodel.launch.devices import DeviceType, choose_device, count_gpus
@@ -73,9 +74,6 @@ def check_settings(container: dict[str, Any], context: LaunchContext, num_gpus: 
             f"1 to {num_gpus}, or launch.device=cpu",
         )
     validate(config, world_size, context.local_world_size if context.num_nodes > 1 else None)
-    # Imported here: a request that the settings alone refuse does not wait for numpy.
-    from automodel.data.checks import check_data
-
     check_data(config)
     resume = config.checkpoint.resume
     if resume is not None and resume != "auto":
