@@ -41,7 +41,7 @@ from automodel.training.run import mixed_precision
 from automodel.training.trainer import Trainer, TrainingObserver
 
 SEQ, ROWS, STEPS, TURNS = 512, 8, 3, 3
-MODEL = {
+MODEL: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 256,
     "intermediate_size": 768,
