@@ -55,16 +55,6 @@ MISSING = (
         "cross_entropy",
     ),
     Missing("data.packed_sequence_size", lambda config: config.data.packed_sequence_size or None, "packing", "0"),
-    Missing(
-        "model.init",
-        lambda config: (
-            "pretrained"
-            if config.model.pretrained_model_name_or_path is not None and config.model.init != "random"
-            else None
-        ),
-        "loading pretrained weights",
-        "random",
-    ),
 )
 
 

@@ -38,6 +38,11 @@ class ModelConfig:
     attn_implementation: str | None = None
     trust_remote_code: bool = False
 
+    @property
+    def weights_source(self) -> str | None:
+        """Folder or hub name that the weights come from; None: initial weights."""
+        return None if self.init == "random" else self.pretrained_model_name_or_path
+
 
 @dataclass
 class PrecisionConfig:
@@ -115,6 +120,9 @@ class CheckpointConfig:
 
     ``async_save`` copies the state and writes it while training goes on. ``on_failure``: a checkpoint that cannot
     be written ends the run, or is a warning in its log.
+
+    ``save_consolidated`` writes the model as Hugging Face's libraries load it: at the end of the run to its folder
+    ``hf``; every: also beside each checkpoint, to ``checkpoints/step_<N>/hf``. ``export_dtype`` is that of its weights.
     """
 
     resume: str | None = None
@@ -122,6 +130,8 @@ class CheckpointConfig:
     keep_best: int | None = None
     async_save: bool = False
     on_failure: Literal["stop", "warn"] = "stop"
+    save_consolidated: Literal["final", "every", "never"] = "final"
+    export_dtype: DTypeName = "float32"
 
 
 @dataclass

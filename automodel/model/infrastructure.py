@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from automodel.config.distributed import FSDP2Config, MixedPrecision
 from automodel.config.schema import LossName
 from automodel.distributed.activation_checkpointing import apply_activation_checkpointing
+from automodel.distributed.compilation import compile_blocks, compiles
 from automodel.distributed.fsdp2 import FSDP2Manager
 from automodel.distributed.mesh import MeshAxisName, MeshContext
 from automodel.distributed.pipeline_parallel import AutoPipeline
@@ -19,8 +20,9 @@ from automodel.distributed.sequence_parallel import apply_sequence_parallel, che
 from automodel.distributed.strategy import StrategyManager, build_manager
 from automodel.distributed.tensor_parallel import TensorParallelPlan, apply_tensor_parallel, resolve_plan
 from automodel.distributed.tensor_parallel_collectives import TensorParallelGroup
-from automodel.model.init import initialize_weights, materialise
+from automodel.model.init import initialize_buffers, initialize_weights, materialise
 from automodel.model.output_head import LossHead
+from automodel.model.weights import PretrainedWeights
 
 __all__ = ["Infrastructure", "apply_model_infrastructure", "instantiate_infrastructure"]
 
@@ -47,8 +49,10 @@ def instantiate_infrastructure(
     return Infrastructure(mesh_context, build_manager(mesh_context, precision), loss)
 
 
-def apply_model_infrastructure(model: PreTrainedModel, infrastructure: Infrastructure, seed: int = 0) -> nn.Module:
-    """Spread a model over the devices; a model on meta gets its initial weights.
+def apply_model_infrastructure(
+    model: PreTrainedModel, infrastructure: Infrastructure, seed: int = 0, weights: PretrainedWeights | None = None
+) -> nn.Module:
+    """Spread a model over the devices; a model on meta gets its weights, initial or pretrained.
 
     Collective: every rank calls it with the same model.
 
@@ -57,29 +61,41 @@ def apply_model_infrastructure(model: PreTrainedModel, infrastructure: Infrastru
             model with weights, equal on all ranks, keeps them.
         infrastructure: from :func:`instantiate_infrastructure`.
         seed: of the run; initial weights are a function of it and of parameter names only.
+        weights: of a checkpoint, made for this model; each rank reads its own slices. None: initial weights.
 
     Returns:
         the module to call in a step.
+
+    Raises:
+        ValueError: ``weights`` for a model that has some.
     """
     mesh_context = infrastructure.mesh_context
     if not any(parameter.is_meta for parameter in model.parameters()):
-        model.to(_parameter_device(mesh_context))
+        if weights is not None:
+            raise ValueError("the model has weights already: pretrained ones go into a model on meta")
+        nn.Module.to(model, _parameter_device(mesh_context))
     tensor_parallel_plan = _tensor_parallel_plan(model, mesh_context)
     # Examined as transformers made it, before anything is sharded or hooked.
     loss_head = LossHead(model) if infrastructure.loss == "linear_cross_entropy" else None
     if mesh_context.pp_size > 1:
-        return _apply_to_stages(model, infrastructure, tensor_parallel_plan, seed)
+        return _apply_to_stages(model, infrastructure, tensor_parallel_plan, seed, weights)
     _apply_tensor_parallel(model, mesh_context, tensor_parallel_plan)
     if loss_head is not None:
         loss_head.install()
     apply_activation_checkpointing(model, mesh_context.activation_checkpointing)
+    if compiles(mesh_context):
+        compile_blocks(model)
     infrastructure.manager.shard(model)
-    _give_weights(model, model, mesh_context, seed)
+    _give_weights(model, model, mesh_context, seed, weights)
     return infrastructure.manager.wrap(model)
 
 
 def _apply_to_stages(
-    model: PreTrainedModel, infrastructure: Infrastructure, plan: TensorParallelPlan | None, seed: int
+    model: PreTrainedModel,
+    infrastructure: Infrastructure,
+    plan: TensorParallelPlan | None,
+    seed: int,
+    weights: PretrainedWeights | None,
 ) -> AutoPipeline:
     """The same steps for each of this rank's pipeline stages."""
     mesh_context, manager = infrastructure.mesh_context, infrastructure.manager
@@ -89,18 +105,30 @@ def _apply_to_stages(
         assert isinstance(stage, StageModule)
         _apply_tensor_parallel(stage.model, mesh_context, plan)
         apply_activation_checkpointing(stage.model, mesh_context.activation_checkpointing)
+        if compiles(mesh_context):
+            compile_blocks(stage.model)
         manager.shard(stage, gives_logits=stage.is_last)
-        _give_weights(stage, stage.model, mesh_context, seed)
+        _give_weights(stage, stage.model, mesh_context, seed, weights)
     pipeline.connect()
     return pipeline
 
 
-def _give_weights(module: nn.Module, model: PreTrainedModel, mesh_context: MeshContext, seed: int) -> None:
+def _give_weights(
+    module: nn.Module,
+    model: PreTrainedModel,
+    mesh_context: MeshContext,
+    seed: int,
+    weights: PretrainedWeights | None,
+) -> None:
     """Weights of ``model`` in the sharded ``module``, which is the model or holds it; weights that came along stay."""
     if not any(parameter.is_meta for parameter in module.parameters()):
         return
     materialise(module, mesh_context.device, _parameter_device(mesh_context))
-    initialize_weights(model, seed)
+    if weights is None:
+        initialize_weights(model, seed, mesh_context.device)
+    else:
+        initialize_buffers(model, seed, mesh_context.device)
+        weights.load_into(model)
 
 
 def _tensor_parallel_plan(model: nn.Module, mesh_context: MeshContext) -> TensorParallelPlan | None:
@@ -118,7 +146,8 @@ def _apply_tensor_parallel(model: nn.Module, mesh_context: MeshContext, plan: Te
     if plan is None:
         return
     config = mesh_context.strategy_config
-    group = TensorParallelGroup(mesh_context.mesh(MeshAxisName.TP))
+    in_place = mesh_context.activation_checkpointing != "selective"
+    group = TensorParallelGroup(mesh_context.mesh(MeshAxisName.TP), in_place)
     styles = apply_tensor_parallel(model, group, plan)
     if isinstance(config, FSDP2Config) and config.sequence_parallel:
         apply_sequence_parallel(model, group, styles)

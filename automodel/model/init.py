@@ -62,16 +62,18 @@ def _walk(
 
 
 @torch.no_grad()
-def initialize_weights(model: PreTrainedModel, seed: int) -> None:
+def initialize_weights(model: PreTrainedModel, seed: int, device: torch.device | None = None) -> None:
     """Draw the initial weights, in place; buffers that live outside checkpoints are computed too.
 
-    The whole parameters of one module and its direct children exist at a time, on the parameters'
-    device: some models' ``_init_weights`` reaches from a block into its projections, which is why a child's values
-    are final only after its parent's turn. Of tied parameters the first name in the model's order counts.
+    The whole parameters of one module and its direct children exist at a time: some models'
+    ``_init_weights`` reaches from a block into its projections, which is why a child's values are final only
+    after its parent's turn. Of tied parameters the first name in the model's order counts.
 
     Args:
         model: materialised; parameters plain or DTensors of any placement.
         seed: of the run.
+        device: where values are drawn; None: the parameters' own. Kinds of device draw different numbers, so
+            offloaded parameters are drawn where the reference run draws them.
 
     Raises:
         RuntimeError: a parameter or buffer that the model's ``_init_weights`` leaves unset.
@@ -83,13 +85,51 @@ def initialize_weights(model: PreTrainedModel, seed: int) -> None:
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), name)
-    unset = _initialize_unit([], [("", model, model)], seed, names)
+    unset = _initialize_unit([], [("", model, model)], seed, names, device)
     for name, module, owner in _walk(model, model):
         children = [
             (f"{name}.{key}" if name else key, child, child if isinstance(child, PreTrainedModel) else owner)
             for key, child in module.named_children()
         ]
-        unset += _initialize_unit([(name, module, owner)], children, seed, names)
+        unset += _initialize_unit([(name, module, owner)], children, seed, names, device)
+    _check_set(model, unset)
+
+
+@torch.no_grad()
+def initialize_buffers(model: PreTrainedModel, seed: int, device: torch.device | None = None) -> None:
+    """Compute the buffers, in place, such as rotary frequencies; parameters are not touched.
+
+    For weights that come from files: those hold no such buffers, and meta left garbage in them.
+
+    Args:
+        model: materialised.
+        seed: of the run.
+        device: of the buffers.
+
+    Raises:
+        RuntimeError: a buffer that the model's ``_init_weights`` leaves unset.
+    """
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.fill_(torch.nan)
+    held = {module: dict(module._parameters) for module in model.modules()}
+    try:
+        # Drawing a parameter on meta costs nothing.
+        for module, parameters in held.items():
+            for key, parameter in parameters.items():
+                if parameter is not None:
+                    stand_in = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                    module._parameters[key] = nn.Parameter(stand_in, requires_grad=False)
+        for name, module, owner in _walk(model, model):
+            if module._buffers:
+                _init_module(owner, module, module_seed(seed, name), device)
+    finally:
+        for module, parameters in held.items():
+            module._parameters.update(parameters)
+    _check_set(model, [])
+
+
+def _check_set(model: PreTrainedModel, unset: list[str]) -> None:
     unset += [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.isnan().any()]
     if unset:
         raise RuntimeError(f"{type(model).__name__} leaves these without initial values: {', '.join(unset)}")
@@ -100,6 +140,7 @@ def _initialize_unit(
     children: list[tuple[str, nn.Module, PreTrainedModel]],
     seed: int,
     names: dict[int, str],
+    device: torch.device | None,
 ) -> list[str]:
     """Initialise children, then let the parent change them; store the children's slices.
 
@@ -112,10 +153,11 @@ def _initialize_unit(
         for _, module, _ in [*children, *parents]:
             for key, parameter in held[id(module)].items():
                 if parameter is not None:
-                    full = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype, device=parameter.device)
+                    where = device or parameter.device
+                    full = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype, device=where)
                     module._parameters[key] = nn.Parameter(full, requires_grad=False)
         for name, module, owner in [*children, *parents]:
-            _init_module(owner, module, module_seed(seed, name))
+            _init_module(owner, module, module_seed(seed, name), device)
         for name, module, _ in children:
             for key, parameter in held[id(module)].items():
                 full_name = f"{name}.{key}" if name else key
@@ -132,9 +174,10 @@ def _initialize_unit(
     return unset
 
 
-def _init_module(owner: PreTrainedModel, module: nn.Module, seed: int) -> None:
+def _init_module(owner: PreTrainedModel, module: nn.Module, seed: int, device: torch.device | None) -> None:
     """Run ``_init_weights``, private in transformers (tried 5.24): it has no public spelling per module."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    # A run on the CPU must not open a context on a GPU that happens to be there.
+    devices = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         module._is_hf_initialized = False  # type: ignore[assignment]

@@ -22,16 +22,19 @@ from automodel.data import DataBundle, EpochSampler, TrainLoader, build_data
 from automodel.distributed.mesh import MeshAxisName, MeshContext
 from automodel.distributed.pipeline_parallel import AutoPipeline
 from automodel.distributed.setup import setup_distributed
+from automodel.distributed.world import World
 from automodel.launch.context import LaunchContext
 from automodel.launch.lifetime import StopFlag
 from automodel.launch.process_group import initialize, shutdown
 from automodel.model.build import build_config, build_model, count_parameters
 from automodel.model.infrastructure import apply_model_infrastructure, instantiate_infrastructure
+from automodel.model.weights import PretrainedWeights
 from automodel.training.checkpoint.continuing import RunStart, describe_run, prepare_run_folder
 from automodel.training.checkpoint.folder import CHECKPOINTS
 from automodel.training.checkpoint.loader import check_same_model, check_same_run, choose_checkpoint, load_checkpoint
 from automodel.training.checkpoint.pieces import model_tensors
 from automodel.training.checkpoint.saver import CheckpointSaver, checkpoint_group
+from automodel.training.consolidated import Consolidation
 from automodel.training.generate import generate_text
 from automodel.training.loggers import MetricLogger, build_loggers
 from automodel.training.lr_scheduler import build_lr_scheduler
@@ -71,6 +74,7 @@ def run(
     initialize(context, device_type, timeout)
     mesh_context = setup_distributed(config.distributed, context.world_size, device_type, timeout)
     data = build_data(config)
+    _check_same_data(mesh_context, data)
     hf_config = build_config(config.model)
     _check_vocabulary(hf_config.get_text_config().vocab_size, data)
     model = build_model(hf_config, config.model)
@@ -82,7 +86,12 @@ def run(
         check_same_model(checkpoint, {name: tuple(tensor.shape) for name, tensor in model_tensors(model)})
         check_same_run(checkpoint, config, data.train.fingerprint)
     infrastructure = instantiate_infrastructure(mesh_context, mixed_precision(config.precision), config.training.loss)
-    trained = apply_model_infrastructure(model, infrastructure, config.seed)
+    source = config.model.weights_source if checkpoint is None else None
+    weights = None if source is None else PretrainedWeights(model, source, download=False)
+    consolidation = Consolidation(config, model, data.tokenizer, context.rank)
+    trained = apply_model_infrastructure(model, infrastructure, config.seed, weights)
+    if weights is not None:
+        _LOG.info("this rank read %s of %s bytes of %s", f"{weights.bytes_read:,}", f"{weights.total_bytes:,}", source)
     optimizer = build_optimizer(trained, config.optimizer)
     loader = TrainLoader(
         data.train,
@@ -130,12 +139,15 @@ def run(
             flops_utilization=flops_utilization,
             saver=saver,
             save_requested=stop_requested.take_save_request,
+            after_save=lambda step: consolidation.after_checkpoint(trained, saver, step),
         )
         if checkpoint is not None:
             trainer.load_state_dict(checkpoint.index["trainer"])
             if checkpoint.path.parent == saver.run_dir / CHECKPOINTS:
                 saver.saved_step = checkpoint.step
         result = trainer.train()
+        if not result.stopped:
+            consolidation.at_end(trained, run_dir)
         text = None if result.stopped else _sample_text(trainer.runner, config, data, mesh_context)
         if reporter is not None:
             reporter.close_with(result, text, time.perf_counter() - started)
@@ -204,6 +216,15 @@ class Reporter(TrainingObserver):
         )
 
 
+def _check_same_data(mesh_context: MeshContext, data: DataBundle) -> None:
+    """Each rank reads the files itself; those of another machine may differ."""
+    if not World(mesh_context).agree(data.train.fingerprint):
+        raise RuntimeError(
+            "the ranks read different training data: the machines have other files, another version of Python "
+            "(data=stdlib) or another tokenizer"
+        )
+
+
 def _check_vocabulary(vocab_size: int, data: DataBundle) -> None:
     if data.max_token_id >= vocab_size:
         raise ConfigError(
@@ -226,7 +247,8 @@ def _total_steps(config: TrainConfig, loader: TrainLoader) -> int:
 def _flops_utilization(
     model: nn.Module, hf_config: Any, config: TrainConfig, mesh_context: MeshContext
 ) -> Callable[[float], float] | None:
-    if mesh_context.device_type != "cuda":
+    # Peaks are of bf16 and fp16 products: a share of them would say nothing about fp32.
+    if mesh_context.device_type != "cuda" or config.precision.param_dtype == "float32":
         return None
     peak = peak_flops(torch.cuda.get_device_name())
     if peak is None:

@@ -82,6 +82,7 @@ class Trainer:
         flops_utilization: tokens per second -> MFU, where it is known.
         saver: saves checkpoints, or None.
         save_requested: asked once a step; a request on any rank has all save after that step.
+        after_save: called with the step after each save, unless the run was asked to stop and should lose no time.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Trainer:
         flops_utilization: Callable[[float], float] | None = None,
         saver: CheckpointSaver | None = None,
         save_requested: Callable[[], bool] = lambda: False,
+        after_save: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.config = config
         self.mesh_context = mesh_context
@@ -115,6 +117,7 @@ class Trainer:
         self.flops_utilization = flops_utilization
         self.saver = saver
         self.save_requested = save_requested
+        self.after_save = after_save
         self.world = World(mesh_context)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.runner = build_step_runner(model, manager, mesh_context.device, config.training.loss)
@@ -171,6 +174,8 @@ class Trainer:
                 self.step, self.state_dict(), self.observer.metrics_offset(), self.result.val_losses.get(self.step)
             )
             self.saver.save(request, final)
+            if not self.result.stopped:
+                self.after_save(self.step)
 
     def _train_step(self) -> bool:
         """One step; False when all ranks agree to stop before it."""
