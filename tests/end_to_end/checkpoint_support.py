@@ -26,6 +26,7 @@ SETTINGS = [
     "data.val_max_samples=4",
     "training.max_steps=8",
     "training.ckpt_every_steps=2",
+    "checkpoint.save_consolidated=never",
 ]
 # Of one run, in seconds; a machine may be busy.
 PATIENCE = 400
