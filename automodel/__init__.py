@@ -24,6 +24,7 @@ _HOME = {
     "apply_model_infrastructure": "automodel.model.infrastructure",
     "clip_gradients": "automodel.distributed.gradients",
     "create_device_mesh": "automodel.distributed.mesh",
+    "global_gradient_norm": "automodel.distributed.gradients",
     "instantiate_infrastructure": "automodel.model.infrastructure",
     "parse_distributed_section": "automodel.config.distributed",
     "setup_distributed": "automodel.distributed.setup",

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+
+from automodel.distributed.mesh import MeshContext
 
 EPSILON = 1e-6
 
@@ -49,6 +52,18 @@ def local_square_sum(parameters: Iterable[Tensor], world_size: int, device: torc
         norms = torch._foreach_norm([g.float() if g.dtype != torch.float64 else g for g in gradients])
         total += torch.stack(list(norms)).double().square().sum().to(device) / count
     return total
+
+
+def global_gradient_norm(parameters: Iterable[Tensor], mesh_context: MeshContext) -> float:
+    """The norm of all gradients of the run, each element counted once; the same on every rank. Collective.
+
+    For a loop of one's own; pass it to :func:`clip_gradients`. Without pipeline parallelism only.
+    """
+    device, world_size = mesh_context.device, mesh_context.world_size
+    total = local_square_sum(parameters, world_size, device)
+    if world_size > 1:
+        dist.all_reduce(total)
+    return total.sqrt().item()
 
 
 @torch.no_grad()

@@ -33,6 +33,14 @@ class World:
         dist.all_reduce(tensor)
         return tensor.tolist()
 
+    def agree(self, text: str) -> bool:
+        """Whether every rank passes the same text."""
+        if self.size == 1:
+            return True
+        texts: list[str | None] = [None] * self.size
+        dist.all_gather_object(texts, text)
+        return all(other == text for other in texts)
+
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Every rank's values.
 

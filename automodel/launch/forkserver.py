@@ -29,7 +29,13 @@ def start(preload: Sequence[str]) -> ForkServerContext:
     context.set_forkserver_preload(["automodel.launch.preload"])
     # multiprocessing hands sys.path to the children of the server, but not to the server.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    with _variable("PYTHONPATH", path), _variable(PRELOAD_VARIABLE, ",".join(preload)), _signals_ignored():
+    with (
+        _variable("PYTHONPATH", path),
+        _variable(PRELOAD_VARIABLE, ",".join(preload)),
+        # A module that asks for GPUs at import must not open CUDA here: no forked rank could use it then.
+        _variable("PYTORCH_NVML_BASED_CUDA_CHECK", "1"),
+        _signals_ignored(),
+    ):
         multiprocessing.forkserver.ensure_running()
     return context
 

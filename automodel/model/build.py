@@ -73,9 +73,19 @@ def _construct(config_class: Any, base: dict[str, Any], overrides: dict[str, Any
     return built
 
 
+# Fields of every configuration class that this system sets itself.
+RESERVED_FIELDS = {
+    "dtype": "the dtypes of a run are set by the precision group",
+    "use_cache": "training never uses a cache",
+    "return_dict": "the trainer reads the model's named outputs",
+}
+
+
 def _check_fields(config_class: Any, overrides: dict[str, Any]) -> None:
     legal = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map or {})
     for name, value in overrides.items():
+        if name in RESERVED_FIELDS:
+            raise ConfigError(f"model.config.{name}", value, RESERVED_FIELDS[name], "leave it out")
         if name not in legal:
             raise ConfigError(
                 f"model.config.{name}",

@@ -5,7 +5,6 @@ Their libraries are optional and imported on first use.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -14,11 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from automodel.config.errors import ConfigError
 from automodel.config.schema import LoggerConfig
 
 _LOG = logging.getLogger(__name__)
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 # MLflow refuses longer values of a parameter; the whole config is an artifact of the run anyway.
 _MLFLOW_VALUE_LENGTH = 500
 _MLFLOW_BATCH = 100
@@ -34,22 +31,6 @@ class MetricLogger(Protocol):
         """Write out what is pending and end the record."""
 
 
-def check_logger_installed(config: LoggerConfig) -> None:
-    """Refuse a logger whose library is absent, without importing it.
-
-    Raises:
-        ConfigError: the library is not installed.
-    """
-    package = _PACKAGES.get(config.name)
-    if package is not None and importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            "logger.name",
-            config.name,
-            f"this logger needs a library that is not installed: pip install 'automodel[{config.name}]'",
-            [name for name, needed in _PACKAGES.items() if importlib.util.find_spec(needed)] + ["none"],
-        )
-
-
 def build_loggers(config: LoggerConfig, run_dir: Path, full_config: Mapping[str, Any]) -> list[MetricLogger]:
     """The loggers that ``config`` names. Call on rank 0 only.
 
@@ -62,10 +43,8 @@ def build_loggers(config: LoggerConfig, run_dir: Path, full_config: Mapping[str,
         full_config: the composed config as plain containers, recorded with the run.
 
     Raises:
-        ConfigError: the library is not installed.
-        Exception: whatever the library raises when it cannot start, e.g. without credentials.
+        Exception: whatever the library raises when it is absent or cannot start, e.g. without credentials.
     """
-    check_logger_installed(config)
     if config.name == "tensorboard":
         return [_Guarded(config.name, _TensorBoard(run_dir, full_config))]
     if config.name == "wandb":

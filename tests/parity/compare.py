@@ -31,6 +31,8 @@ def differences(outcome: Outcome, reference: Outcome, scale: float = 1.0, gradie
     for step, (ours, theirs) in enumerate(zip(outcome.norms, reference.norms, strict=False), 1):
         if not abs(ours - theirs) <= NORM_TOLERANCE * scale * theirs:
             found.append(f"step {step}: gradient norm {ours} instead of {theirs}")
+    assert outcome.val_loss is not None
+    assert reference.val_loss is not None
     if not abs(outcome.val_loss - reference.val_loss) <= LOSS_TOLERANCE * scale:
         found.append(f"validation loss {outcome.val_loss} instead of {reference.val_loss}")
     if gradients:

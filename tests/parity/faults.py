@@ -63,3 +63,29 @@ def no_gradient_accumulation() -> Iterator[None]:
 
     with mock.patch.object(step_runner, "forward_backward", broken):
         yield
+
+
+@contextmanager
+def norm_counts_every_replica() -> Iterator[None]:
+    """The norm counts an element once for each replica that holds it."""
+    from automodel.distributed import gradients
+
+    with mock.patch.object(gradients, "copies", return_value=1):
+        yield
+
+
+@contextmanager
+def replicas_do_not_meet() -> Iterator[None]:
+    """HSDP reduces within a replica only."""
+    from automodel.distributed.fsdp2 import FSDP2Manager
+
+    original = FSDP2Manager.shard
+
+    def broken(self: FSDP2Manager, model: torch.nn.Module, *rest: Any, **options: Any) -> torch.nn.Module:
+        sharded = original(self, model, *rest, **options)
+        assert isinstance(sharded, FSDPModule)
+        sharded.set_requires_all_reduce(False)
+        return sharded
+
+    with mock.patch.object(FSDP2Manager, "shard", broken):
+        yield

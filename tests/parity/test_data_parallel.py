@@ -93,6 +93,8 @@ NEGATIVE_CONTROLS = {
     "local_token_count": (2, Case()),
     "unseeded_dropout": (2, Case(model=DROPOUT)),
     "no_gradient_accumulation": (2, Case()),
+    "norm_counts_every_replica": (4, Case(distributed={"dp_replicate_size": 2})),
+    "replicas_do_not_meet": (4, Case(distributed={"dp_replicate_size": 2})),
 }
 
 
@@ -116,3 +118,21 @@ def test_each_rank_holds_its_share_of_every_weight(
     replicated = ranks(4).run("tests.parity.cases:run_case", hybrid, 4).local_numels
     assert sharded == {name: numel // 4 for name, numel in whole.items()}
     assert replicated == {name: numel // 2 for name, numel in whole.items()}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
+def test_a_step_without_a_trained_token_changes_no_parameter(strategy: str, ranks: Callable[[int], Ranks]) -> None:
+    # Decay and momentum would change parameters even at a gradient of zero.
+    case = Case(
+        distributed={"strategy": strategy},
+        settings={"data": {"mask_labels": 1.0}, "optimizer": {"name": "adamw", "lr": 0.1, "weight_decay": 0.5}},
+        steps=2,
+    )
+    outcome = ranks(2).run("tests.parity.cases:run_case", case, 2)
+    assert outcome.final_weights == outcome.weights
+    assert outcome.losses == outcome.norms == [0.0, 0.0]
+    assert outcome.val_loss is None
+
+
+def test_every_group_of_the_meshes_has_the_runs_time_out(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(4).run("tests.parity.cases:mesh_time_outs", 4, 77.0) == {77.0}

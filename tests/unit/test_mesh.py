@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -104,22 +103,6 @@ def test_hybrid_sharding_slices_replicate_and_flattened_shard() -> None:
         mesh = context.mesh(MeshAxisName.DP_REPLICATE, MeshAxisName.DP_SHARD_CP)
         assert mesh.mesh_dim_names == ("dp_replicate", "dp_shard_cp")
         assert tuple(mesh.shape) == (2, 4)
-
-
-def test_every_group_has_the_runs_time_out() -> None:
-    timeout = datetime.timedelta(seconds=77)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    # One process, yet a real gloo group: the fake one keeps no time-out.
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        from automodel.distributed.mesh import _set_timeouts
-
-        group = dist.new_group([0])
-        _set_timeouts([group], timeout)
-        options = group._get_backend(__import__("torch").device("cpu")).options
-        assert options._timeout == timeout
-    finally:
-        dist.destroy_process_group()
 
 
 def test_sizes_that_are_not_the_world_are_refused() -> None:
