@@ -45,6 +45,17 @@ MISSING = (
         "fsdp2, ddp",
     ),
     Missing(
+        "distributed.enable_compile",
+        lambda config: (
+            True
+            if getattr(config.distributed.strategy_config, "enable_compile", False)
+            and (config.distributed.tp_size > 1 or config.distributed.pp_size > 1)
+            else None
+        ),
+        "torch.compile under tensor or pipeline parallel",
+        "false",
+    ),
+    Missing(
         "training.loss",
         lambda config: (
             config.training.loss

@@ -63,13 +63,17 @@ class FSDP2Config:
 
 @dataclass
 class DDPConfig:
-    """Replicated data parallelism (torch's DistributedDataParallel); fields as in torch."""
+    """Replicated data parallelism (torch's DistributedDataParallel); fields as in torch.
+
+    ``enable_compile`` is torch.compile for each block.
+    """
 
     broadcast_buffers: bool = True
     find_unused_parameters: bool = False
     static_graph: bool = False
     bucket_cap_mb: float | None = None
     gradient_as_bucket_view: bool = False
+    enable_compile: bool = False
 
 
 @dataclass

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from automodel.config.distributed import FSDP2Config, MixedPrecision
 from automodel.distributed.blocks import transformer_blocks
+from automodel.distributed.compilation import blocks_to_cast_whole
 from automodel.distributed.mesh import MeshAxisName, MeshContext
 from automodel.distributed.mixed_precision import cast_in_forward, dtype_of
 
@@ -82,7 +82,7 @@ class FSDP2Manager:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.mesh_context.world_size == 1:
-            cast_in_forward(model, self.policy)
+            cast_in_forward(model, self.policy, blocks_to_cast_whole(model, self.mesh_context))
         return model
 
     @contextmanager
@@ -115,7 +115,7 @@ class FSDP2Manager:
 
     def _offload_policy(self) -> OffloadPolicy:
         if self.config.offload_policy == "cpu":
-            return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+            return CPUOffloadPolicy(pin_memory=self.mesh_context.device_type == "cuda")
         return OffloadPolicy()
 
     def _set_prefetch(self, blocks: list[FSDPModule]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from automodel.config.schema import LossName
 from automodel.data.batches import MicroBatch
 from automodel.distributed.strategy import StrategyManager
 from automodel.training.loss import cross_entropy_sum
@@ -18,12 +19,21 @@ def forward(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+def loss_sum_of(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, loss: LossName) -> torch.Tensor:
+    """Summed loss in fp32, shape [], of token ids and shifted labels, ``[batch, seq]`` each."""
+    if loss == "linear_cross_entropy":
+        summed: torch.Tensor = model(input_ids=input_ids, shifted_labels=labels, use_cache=False).loss
+        return summed
+    return cross_entropy_sum(forward(model, input_ids), labels)
+
+
 def forward_backward(
     model: nn.Module,
     manager: StrategyManager,
     micro_batches: Sequence[MicroBatch],
     num_label_tokens: int,
     device: torch.device,
+    loss_name: LossName = "cross_entropy",
 ) -> torch.Tensor:
     """Add the gradients of a step's loss to the parameters' ``.grad``.
 
@@ -33,6 +43,7 @@ def forward_backward(
     Args:
         micro_batches: this rank's; every rank has the same number.
         num_label_tokens: trained tokens of the whole global batch, at least 1.
+        loss_name: the one that the model was prepared for.
 
     Returns:
         this rank's summed, undivided loss, shape [], fp64.
@@ -42,8 +53,7 @@ def forward_backward(
         with manager.micro_batch(model, is_first=index == 0, is_last=index == len(micro_batches) - 1):
             # Dropout is a function of the samples, not of the rank that happens to hold them.
             torch.manual_seed(micro_batch.seed)
-            logits = forward(model, micro_batch.input_ids.to(device))
-            loss = cross_entropy_sum(logits, micro_batch.labels.to(device))
+            loss = loss_sum_of(model, micro_batch.input_ids.to(device), micro_batch.labels.to(device), loss_name)
             (loss / num_label_tokens).backward()
             loss_sum += loss.detach()
     return loss_sum
@@ -51,7 +61,11 @@ def forward_backward(
 
 @torch.no_grad()
 def evaluation_sum(
-    model: nn.Module, manager: StrategyManager, micro_batches: Iterable[MicroBatch], device: torch.device
+    model: nn.Module,
+    manager: StrategyManager,
+    micro_batches: Iterable[MicroBatch],
+    device: torch.device,
+    loss_name: LossName = "cross_entropy",
 ) -> tuple[torch.Tensor, int]:
     """Summed loss (shape [], fp64) and number of trained tokens of this rank's micro-batches, without dropout."""
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -61,8 +75,9 @@ def evaluation_sum(
     try:
         with manager.forward_only(model):
             for micro_batch in micro_batches:
-                logits = forward(model, micro_batch.input_ids.to(device))
-                loss_sum += cross_entropy_sum(logits, micro_batch.labels.to(device))
+                loss_sum += loss_sum_of(
+                    model, micro_batch.input_ids.to(device), micro_batch.labels.to(device), loss_name
+                )
                 num_label_tokens += micro_batch.num_label_tokens
     finally:
         model.train(was_training)

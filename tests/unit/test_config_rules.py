@@ -160,6 +160,7 @@ def test_what_this_version_lacks_is_refused_by_name_and_after_every_other_rule()
         "distributed.ep_size": ("distributed.ep_size=2",),
         "distributed.strategy": MFSDP,
         "distributed.tp_plan": ("distributed.tp_plan={a:colwise}",),
+        "distributed.enable_compile": ("distributed.tp_size=2", "distributed.enable_compile=true"),
         "training.loss": (*PP2, "training.loss=linear_cross_entropy"),
         "data.packed_sequence_size": ("data.packed_sequence_size=512",),
         "model.init": ("model=hf", "model.pretrained_model_name_or_path=./m"),
