@@ -27,7 +27,6 @@ LOOPBACK = "127.0.0.1"
 # A rank's end makes its peers raise within milliseconds: wait for them, to name the first.
 SETTLE_SECONDS = 0.5
 STACK_SECONDS = 0.5
-GRACE_SECONDS = 60.0
 
 
 def run_local(
@@ -68,7 +67,7 @@ def run_local(
                 ranks.append(RankProcess(context, job))
             if listener:
                 listener.close()
-            _watch(ranks, signals, run_dir)
+            _watch(ranks, signals, run_dir, grace_seconds=60.0 * config.launch.timeout_minutes)
         finally:
             for process in ranks:
                 process.kill()
@@ -151,8 +150,12 @@ def _listen() -> socket.socket:
     return listener
 
 
-def _watch(ranks: list[RankProcess], signals: SignalWatch, run_dir: Path) -> None:
-    """Wait until all ranks are done; raises for the first that fails, or for a signal."""
+def _watch(ranks: list[RankProcess], signals: SignalWatch, run_dir: Path, grace_seconds: float) -> None:
+    """Wait until all ranks are done; raises for the first that fails, or for a signal.
+
+    Args:
+        grace_seconds: after SIGTERM, for the ranks to finish their step and save; a second SIGTERM ends them at once.
+    """
     deadline = None
     saves_forwarded = 0
     while not all(rank.done for rank in ranks):
@@ -166,11 +169,11 @@ def _watch(ranks: list[RankProcess], signals: SignalWatch, run_dir: Path) -> Non
             for rank in ranks:
                 rank.request_save()
         if signals.terminated and deadline is None:
-            deadline = time.monotonic() + GRACE_SECONDS
+            deadline = time.monotonic() + grace_seconds
             for rank in ranks:
                 rank.request_stop()
         if deadline is not None and time.monotonic() >= deadline:
-            print(f"the ranks did not stop within {GRACE_SECONDS:.0f} s and were killed", file=sys.stderr)
+            print(f"the ranks did not stop within {grace_seconds:.0f} s and were killed", file=sys.stderr)
             raise Terminated
 
 

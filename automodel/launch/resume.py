@@ -75,7 +75,7 @@ def quoted(value: Any) -> str:
     if isinstance(value, Sequence):
         return f"[{','.join(quoted(item) for item in value)}]"
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{quoted(str(key))}:{quoted(item)}' for key, item in value.items())}}}"
+        return f"{{{','.join(f'{key}:{quoted(item)}' for key, item in value.items())}}}"
     return repr(value)
 
 
