@@ -31,10 +31,6 @@ def _size(name: str) -> Callable[[TrainConfig], int | None]:
     return lambda config: size if (size := getattr(config.distributed, name)) > 1 else None
 
 
-def _strategy_field(name: str) -> Callable[[TrainConfig], Any]:
-    return lambda config: getattr(config.distributed.strategy_config, name, None) or None
-
-
 MISSING = (
     Missing("distributed.cp_size", _size("cp_size"), "context parallel", "1"),
     Missing("distributed.ep_size", _size("ep_size"), "expert parallel", "1"),

@@ -7,7 +7,7 @@ import datetime
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from automodel.config.distributed import MixedPrecision
 from automodel.config.errors import ConfigError
 from automodel.config.schema import PrecisionConfig, TrainConfig
 from automodel.data import DataBundle, EpochSampler, TrainLoader, build_data
+from automodel.distributed.compilation import compiles
 from automodel.distributed.mesh import MeshAxisName, MeshContext
 from automodel.distributed.pipeline_parallel import AutoPipeline
 from automodel.distributed.setup import setup_distributed
@@ -289,13 +290,15 @@ def _sample_text(runner: StepRunner, config: TrainConfig, data: DataBundle, mesh
             dist.broadcast(token, src=0)
         return token
 
-    return generate_text(
-        lambda ids: runner.next_token_logits(ids).unsqueeze(1),
-        data.tokenizer,
-        GENERATION_PROMPT,
-        config.training.generate_tokens,
-        config.training.seq_length,
-        config.seed,
-        mesh_context.device,
-        agree=agree,
-    )
+    # Each token lengthens the input: compiled blocks would be compiled anew for these few forwards.
+    with torch.compiler.set_stance("force_eager") if compiles(mesh_context) else nullcontext():
+        return generate_text(
+            lambda ids: runner.next_token_logits(ids).unsqueeze(1),
+            data.tokenizer,
+            GENERATION_PROMPT,
+            config.training.generate_tokens,
+            config.training.seq_length,
+            config.seed,
+            mesh_context.device,
+            agree=agree,
+        )
