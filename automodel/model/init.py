@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from automodel.model.seeding import seed_generators
+
 
 def module_seed(seed: int, name: str) -> int:
     """A 63-bit seed from the run's seed and a module's fully qualified name."""
@@ -179,7 +181,7 @@ def _init_module(owner: PreTrainedModel, module: nn.Module, seed: int, device: t
     # A run on the CPU must not open a context on a GPU that happens to be there.
     devices = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+        seed_generators(seed)
         module._is_hf_initialized = False  # type: ignore[assignment]
         owner._init_weights(module)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from automodel.distributed.pipeline_parallel import AutoPipeline
 from automodel.distributed.setup import setup_distributed
 from automodel.model.build import build_config, build_model
 from automodel.model.infrastructure import apply_model_infrastructure, instantiate_infrastructure
+from automodel.model.weights import PretrainedWeights
 from automodel.training.lr_scheduler import build_lr_scheduler
 from automodel.training.metrics import StepMetrics, ValidationMetrics
 from automodel.training.optimizer import build_optimizer
@@ -87,7 +89,7 @@ class Outcome:
     Attributes:
         weights: SHA-256 over the whole initial weights, by name.
         losses, norms: of each step.
-        val_loss: at the end.
+        val_loss: at the end; None when no validation token is trained.
         gradients: name -> whole gradient of each step, after clipping, fp32.
         local_numels: name -> elements held by rank 0.
         final_weights: SHA-256 of this rank's view of the whole weights at the end.
@@ -96,7 +98,7 @@ class Outcome:
     weights: str
     losses: list[float]
     norms: list[float]
-    val_loss: float
+    val_loss: float | None
     gradients: list[dict[str, np.ndarray]]
     local_numels: dict[str, int]
     final_weights: str
@@ -169,7 +171,9 @@ def run_case(case: Case, world_size: int, on_model: Callable[[torch.nn.Module], 
     mesh_context = setup_distributed(config.distributed, world_size, "cpu")
     infrastructure = instantiate_infrastructure(mesh_context, mixed_precision(config.precision), config.training.loss)
     model = build_model(build_config(config.model), config.model)
-    trained = apply_model_infrastructure(model, infrastructure, config.seed)
+    source = config.model.weights_source
+    pretrained = None if source is None else PretrainedWeights(model, source)
+    trained = apply_model_infrastructure(model, infrastructure, config.seed, pretrained)
     weights = digest(trained)
     data = synthetic_data(config, case.num_samples)
     optimizer = build_optimizer(trained, config.optimizer)
@@ -213,7 +217,7 @@ def run_case(case: Case, world_size: int, on_model: Callable[[torch.nn.Module], 
         weights=weights,
         losses=[metrics.loss for metrics in recorder.steps],
         norms=[metrics.grad_norm for metrics in recorder.steps],
-        val_loss=recorder.validations[-1].val_loss,
+        val_loss=recorder.validations[-1].val_loss if recorder.validations else None,
         gradients=gradients,
         local_numels={
             name: (p.to_local() if isinstance(p, DTensor) else p).numel()
@@ -221,3 +225,15 @@ def run_case(case: Case, world_size: int, on_model: Callable[[torch.nn.Module], 
         },
         final_weights=digest(trained),
     )
+
+
+def mesh_time_outs(world_size: int, seconds: float) -> set[float]:
+    """Time-outs of all groups of a mesh with every axis, in seconds."""
+    timeout = datetime.timedelta(seconds=seconds)
+    context = setup_distributed({"tp_size": 2, "ep_size": 2}, world_size, "cpu", timeout)
+    assert context.device_mesh is not None
+    assert context.moe_mesh is not None
+    meshes = [context.device_mesh, context.moe_mesh, *context.flattened.values()]
+    groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return {backend.options._timeout.total_seconds() for backend in backends}
