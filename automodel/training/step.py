@@ -10,6 +10,7 @@ from torch import nn
 from automodel.config.schema import LossName
 from automodel.data.batches import MicroBatch
 from automodel.distributed.strategy import StrategyManager
+from automodel.model.seeding import seed_generators
 from automodel.training.loss import cross_entropy_sum
 
 
@@ -52,7 +53,7 @@ def forward_backward(
     for index, micro_batch in enumerate(micro_batches):
         with manager.micro_batch(model, is_first=index == 0, is_last=index == len(micro_batches) - 1):
             # Dropout is a function of the samples, not of the rank that happens to hold them.
-            torch.manual_seed(micro_batch.seed)
+            seed_generators(micro_batch.seed)
             loss = loss_sum_of(model, micro_batch.input_ids.to(device), micro_batch.labels.to(device), loss_name)
             (loss / num_label_tokens).backward()
             loss_sum += loss.detach()
