@@ -79,13 +79,15 @@ def replicas_do_not_meet() -> Iterator[None]:
     """HSDP reduces within a replica only."""
     from automodel.distributed.fsdp2 import FSDP2Manager
 
-    original = FSDP2Manager.shard
+    original = FSDP2Manager.micro_batch
 
-    def broken(self: FSDP2Manager, model: torch.nn.Module, *rest: Any, **options: Any) -> torch.nn.Module:
-        sharded = original(self, model, *rest, **options)
-        assert isinstance(sharded, FSDPModule)
-        sharded.set_requires_all_reduce(False)
-        return sharded
+    @contextmanager
+    def broken(self: FSDP2Manager, model: torch.nn.Module, *rest: Any, **options: Any) -> Iterator[None]:
+        with original(self, model, *rest, **options):
+            assert isinstance(model, FSDPModule)
+            # Here, because asking for synchronisation asks for this exchange too.
+            model.set_requires_all_reduce(False)
+            yield
 
-    with mock.patch.object(FSDP2Manager, "shard", broken):
+    with mock.patch.object(FSDP2Manager, "micro_batch", broken):
         yield
