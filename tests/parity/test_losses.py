@@ -55,6 +55,8 @@ LAYOUTS: dict[str, tuple[int, Case]] = {
     "dp2_cohere": (2, Case("cohere", COHERE, settings=LINEAR)),
     "dp2_granite": (2, Case("granite", GRANITE, settings=LINEAR)),
     "dp2_bias": (2, Case("phi", WITHOUT_HEAD_DIM, settings=LINEAR)),
+    "tp2": (2, Case(settings=LINEAR, distributed={"tp_size": 2})),
+    "tp2_sequence_parallel": (2, Case(settings=LINEAR, distributed={"tp_size": 2, "sequence_parallel": True})),
     # Nearly everything masked: micro-batches, and ranks, without a trained token.
     "dp4_hardly_any_token": (4, Case(settings={**LINEAR, "data": {"mask_labels": 0.99}})),
 }
