@@ -92,8 +92,9 @@ def apply_sequence_parallel(
     for name, block in blocks.items():
         for child_name, child in _called_children(block):
             if _works_on_slices(child):
-                _sum_parameter_gradients(child, group)
-                _draw_whole_dropout(child, sequence)
+                for module in child.modules():
+                    _sum_parameter_gradients(module, group)
+                    _draw_whole_dropout(module, sequence)
             else:
                 scatters = _scatter_last_projection(f"{name}.{child_name}", child, styles)
                 _wrap(child, sequence.gather, None if scatters else sequence.split)
@@ -113,8 +114,9 @@ def _called_children(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _works_on_slices(module: nn.Module) -> bool:
     """Norms and dropout treat each token by itself; Hugging Face's norms have no class in common but their names."""
-    kind = type(module).__name__.lower()
-    return "norm" in kind or isinstance(module, nn.Dropout | nn.Identity)
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        return False
+    return "norm" in type(module).__name__.lower() or isinstance(module, nn.Dropout | nn.Identity)
 
 
 def _sum_parameter_gradients(module: nn.Module, group: TensorParallelGroup) -> None:

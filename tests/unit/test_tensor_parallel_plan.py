@@ -85,7 +85,6 @@ REFUSALS: dict[str, tuple[dict[str, str], str, str]] = {
         "distributed.tp_plan.model.layers.*.mlp.up_proj.weight",
         "",
     ),
-    "nothing_in_the_blocks": ({"lm_head": "colwise_gather_output"}, "distributed.tp_plan", ""),
 }
 
 
@@ -96,6 +95,15 @@ def test_a_plan_that_does_not_fit_is_refused_by_its_entry(name: str) -> None:
         resolve_plan(model_on_meta(), plan, 2)
     assert refused.value.key == key
     assert hint in str(refused.value)
+
+
+def test_a_models_own_plan_that_names_no_part_of_its_blocks_is_refused() -> None:
+    model = model_on_meta()
+    model.tp_plan = {"lm_head": "colwise_gather_output"}
+    assert resolve_plan(model, None, 2).modules == {"lm_head": "colwise_gather_output"}
+    model.tp_plan = {"lm_head": "colwise_gather_output", "model.layer.*.mlp.up_proj": "colwise"}
+    with pytest.raises(ConfigError, match="LlamaForCausalLM names no part of its blocks"):
+        resolve_plan(model, None, 2)
 
 
 def test_a_model_without_a_plan_is_refused_with_its_class_and_the_way_out() -> None:
