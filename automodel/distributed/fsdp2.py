@@ -60,7 +60,8 @@ class FSDP2Manager:
             fully_shard(
                 block,
                 mesh=mesh,
-                reshard_after_forward=reshard,
+                # Backward begins with the last block: freeing it in between would only cost a gather.
+                reshard_after_forward=reshard and block is not blocks[-1],
                 mp_policy=self._mp_policy(gives_logits=False),
                 offload_policy=self._offload_policy(),
             )
