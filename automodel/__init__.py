@@ -9,6 +9,7 @@ import importlib
 from typing import Any
 
 _HOME = {
+    "AutoPipeline": "automodel.distributed.pipeline_parallel",
     "ConfigError": "automodel.config.errors",
     "DDPConfig": "automodel.config.distributed",
     "DDPManager": "automodel.distributed.ddp",

@@ -93,7 +93,8 @@ def test_parameters_are_gathered_once_a_local_batch(ranks: Callable[[int], Ranks
 
     # Five groups, two local batches, and a part of the validation at the end.
     assert 10 <= gathers() < 20
-    assert gathers(reshard_after_forward=True) > 40
+    # Three of the five are freed after each forward and gathered again for each backward.
+    assert gathers(reshard_after_forward=True) > 30
 
 
 def test_error_inside_a_schedule_names_its_stage(ranks: Callable[[int], Ranks]) -> None:
