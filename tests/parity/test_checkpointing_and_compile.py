@@ -44,8 +44,6 @@ COMPILED: dict[str, Case] = {
     "dp2_linear_loss": Case(distributed={**COMPILE, **SELECTIVE}, settings=LINEAR),
     "ddp2": Case(distributed={**DDP, **COMPILE}),
     "ddp2_selective_checkpointing": Case(distributed={**DDP, **COMPILE, **SELECTIVE}),
-    "tp2": Case(distributed={**TP, **COMPILE}),
-    "tp2_sequence_parallel_selective": Case(distributed={**SEQUENCE_PARALLEL, **COMPILE, **SELECTIVE}),
 }
 
 
