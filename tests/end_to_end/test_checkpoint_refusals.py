@@ -87,6 +87,7 @@ def test_another_model_other_data_and_another_optimizer_are_refused(run_dir: Pat
     )
     refused(resume(folder, "checkpoint.resume=run", "optimizer=sgd"), "optimizer", "adamw")
     refused(resume(folder, "checkpoint.resume=run", "training.seq_length=16"), "other training samples")
+    refused(resume(folder, "checkpoint.resume=run", "seed=1"), "an order of samples that another seed gave")
     done = resume(folder, "checkpoint.resume=run")
     assert done.returncode == 0, "a refused request leaves the run as it was: " + done.stderr
 

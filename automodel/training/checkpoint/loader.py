@@ -116,7 +116,7 @@ def check_same_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...
 
 
 def check_same_run(checkpoint: Checkpoint, config: TrainConfig, fingerprint: str) -> None:
-    """Refuse to go on with other data or another kind of optimizer.
+    """Refuse to go on with other data, in another order, or with another kind of optimizer.
 
     Args:
         fingerprint: of the training samples.
@@ -128,6 +128,14 @@ def check_same_run(checkpoint: Checkpoint, config: TrainConfig, fingerprint: str
     if saved != config.optimizer.name:
         raise ConfigError(
             "optimizer", config.optimizer.name, f"{checkpoint.path} holds the state of another optimizer", saved
+        )
+    seed = checkpoint.index["config"]["seed"]
+    if seed != config.seed:
+        raise ConfigError(
+            "seed",
+            config.seed,
+            f"{checkpoint.path} is in the middle of an order of samples that another seed gave",
+            str(seed),
         )
     if checkpoint.index["data_fingerprint"] != fingerprint:
         raise ConfigError(
