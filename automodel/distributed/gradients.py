@@ -57,10 +57,13 @@ def local_square_sum(parameters: Iterable[Tensor], world_size: int, device: torc
 def global_gradient_norm(parameters: Iterable[Tensor], mesh_context: MeshContext) -> float:
     """The norm of all gradients of the run, each element counted once; the same on every rank. Collective.
 
-    For a loop of one's own; pass it to :func:`clip_gradients`. Without pipeline parallelism only.
+    For a loop of one's own; pass it to :func:`clip_gradients`.
+
+    Args:
+        parameters: this rank's; of an ``AutoPipeline`` its ``counted_parameters()``.
     """
     device, world_size = mesh_context.device, mesh_context.world_size
-    total = local_square_sum(parameters, world_size, device)
+    total = local_square_sum(parameters, world_size // mesh_context.pp_size, device)
     if world_size > 1:
         dist.all_reduce(total)
     return total.sqrt().item()
