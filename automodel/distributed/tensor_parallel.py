@@ -55,7 +55,7 @@ def resolve_plan(model: nn.Module, user_plan: Mapping[str, str] | None, tp_size:
         ConfigError: no plan, an unknown style, a pattern that matches nothing, a style that does not fit its
             module, or key-value heads that this size cannot serve.
     """
-    patterns = dict(user_plan if user_plan is not None else getattr(model, "tp_plan", None) or {})
+    patterns: dict[str, str] = dict(user_plan if user_plan is not None else getattr(model, "tp_plan", None) or {})
     if not patterns:
         raise ConfigError(
             "distributed.tp_size",
