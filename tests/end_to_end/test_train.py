@@ -82,6 +82,7 @@ def test_run_folder_holds_config_log_and_metrics(reference_run: Path) -> None:
     assert sorted(path.name for path in reference_run.iterdir()) == [
         ".hydra",
         "checkpoints",
+        "hf",
         "metrics.jsonl",
         "train.log",
     ]

@@ -136,7 +136,7 @@ def test_keys_without_the_base_models_prefix_and_old_buffers_are_known(checkpoin
 
 
 def test_a_model_whose_files_need_more_than_new_names_is_refused() -> None:
-    model = {"model_type": "olmo_hybrid", "config": {"num_hidden_layers": 4, "vocab_size": 64, "pad_token_id": 0}}
+    model = {"model_type": "olmo_hybrid", "config": {"num_hidden_layers": 4, "vocab_size": 264, "pad_token_id": 0}}
     with pytest.raises(ConfigError) as caught:
         check_model(load({"model": model}), 1)
     assert caught.value.key == "checkpoint.save_consolidated"
