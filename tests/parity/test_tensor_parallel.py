@@ -19,6 +19,7 @@ from tests.parity.ranks import Ranks
 CONF = Path(__file__).parents[2] / "conf"
 TP2 = {"tp_size": 2}
 SEQUENCE = {"tp_size": 2, "sequence_parallel": True}
+DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attention_dropout": 0.2}
 HSDP = {"dp_replicate_size": 2}
 
 _WITHOUT_HEAD_DIM = {key: value for key, value in TINY_LLAMA.items() if key != "head_dim"}
@@ -73,6 +74,9 @@ LAYOUTS: dict[str, tuple[int, Case]] = {
     "tp2_sequence_checkpointing": (2, case("qwen3", {**SEQUENCE, "activation_checkpointing": "full"})),
     "tp2_gpt2": (2, case("gpt2", {**TP2, "tp_plan": GPT2_PLAN})),
     "tp2_sequence_gpt2": (2, case("gpt2", {**SEQUENCE, "tp_plan": GPT2_PLAN})),
+    # Masks are drawn for whole sequences and, in phi3, whole heads: those of one process.
+    "tp2_dropout": (2, case("phi3", TP2, **DROPOUT)),
+    "tp2_sequence_dropout": (2, case("phi3", SEQUENCE, **DROPOUT)),
     "tp2_sequence_padding_token": (2, case("llama", SEQUENCE, pad_token_id=50)),
 }
 
