@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import time
@@ -108,11 +109,20 @@ def side_files(config: TrainConfig, architecture: str, tokenizer: PreTrainedToke
         tokenizer.save_pretrained(folder)
         source = config.model.pretrained_model_name_or_path
         own = find_file(source, GENERATION_FILE, download=False) if source is not None else None
-        if own is not None and config.data.tokenizer is None:
+        if own is not None and _ends_text_with(tokenizer.eos_token_id, own):
             shutil.copyfile(own, folder / GENERATION_FILE)
             return
-        # The documents that the model learned from end with this tokenizer's token, whatever its class's defaults say.
+        # The documents that the model learned from end with this tokenizer's token, whatever the model's defaults say.
         ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         GenerationConfig(**ids).save_pretrained(folder)
 
     return write
+
+
+def _ends_text_with(token_id: object, generation_file: Path) -> bool:
+    """Whether a generation config stops at this token."""
+    try:
+        stops = json.loads(generation_file.read_text()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return False
+    return token_id in stops if isinstance(stops, list) else token_id == stops

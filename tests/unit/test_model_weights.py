@@ -15,11 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel.config.errors import ConfigError
 from automodel.config.schema import TrainConfig, load
+from automodel.data import byte_tokenizer
 from automodel.model.build import build_config, build_model
 from automodel.model.checks import check_model
 from automodel.model.export import ExportError, write_export
 from automodel.model.safetensors_writer import FileWriter, OutputFile, OutputTensor, index_of, plan_files
 from automodel.model.weights import PretrainedWeights
+from automodel.training.consolidated import side_files
 
 FIELDS: dict[str, Any] = {
     "vocab_size": 19,
@@ -166,6 +168,21 @@ def test_a_hub_name_is_found_in_the_cache(checkpoint: Path, tmp_path: Path, monk
     assert weights.bytes_read == weights.total_bytes
     with pytest.raises(ConfigError, match="it has neither"):
         PretrainedWeights(model, "someone/else")
+
+
+def test_a_generation_config_of_the_models_own_is_kept_where_it_stops_at_the_tokenizers_token(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    write = side_files(config_of(checkpoint), "LlamaForCausalLM", byte_tokenizer())
+    for stops, kept in (([2, 258], True), (258, True), (2, False)):
+        own = json.dumps({"eos_token_id": stops, "temperature": 0.5, "do_sample": True})
+        (checkpoint / "generation_config.json").write_text(own)
+        folder = tmp_path / str(stops)
+        folder.mkdir()
+        write(folder)
+        written = (folder / "generation_config.json").read_text()
+        assert (written == own) == kept
+        assert kept or json.loads(written)["eos_token_id"] == 258
 
 
 def outputs(*sizes: int, dtype: torch.dtype = torch.float32) -> list[OutputTensor]:
