@@ -7,8 +7,6 @@ torch's public interfaces that put plain tensors into safetensors files and ever
 
 from __future__ import annotations
 
-import json
-import os
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -44,22 +42,8 @@ from torch.futures import Future
 from automodel.training.checkpoint import folder
 from automodel.training.checkpoint.folder import Checkpoint, DamagedCheckpoint
 from automodel.training.checkpoint.pieces import Piece
+from automodel.training.checkpoint.tensor_file import DTYPE_NAMES, DTYPES, write_safetensors
 
-# Names of dtypes in safetensors files.
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-_ALIGNMENT = 8
 _READ_BYTES = 1 << 24
 _CHECK_THREADS = 4
 
@@ -151,7 +135,7 @@ class PieceWriter(StorageWriter):
         for key, stored in metadata.state_dict_metadata.items():
             assert isinstance(stored, TensorStorageMetadata)
             tensors[key] = {
-                "dtype": _DTYPE_NAMES[stored.properties.dtype],
+                "dtype": DTYPE_NAMES[stored.properties.dtype],
                 "shape": list(stored.size),
                 "chunks": [
                     [written[MetadataIndex(key, chunk.offsets)].file, list(chunk.offsets), list(chunk.sizes)]
@@ -171,42 +155,6 @@ class PieceWriter(StorageWriter):
 def _entry(index: MetadataIndex) -> str:
     """Name of a chunk in its file."""
     return f"{index.fqn}@{','.join(str(offset) for offset in index.offset or ())}"
-
-
-def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> tuple[int, int]:
-    """Write tensors, one at a time, so that at most one is in the memory of the CPU; synced to the disk.
-
-    Returns:
-        the file's size in bytes and its CRC-32.
-    """
-    header: dict[str, Any] = {}
-    position = 0
-    for name, tensor in tensors.items():
-        end = position + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    size, checksum = 0, 0
-    with open(path, "wb", buffering=0) as file:
-        for data in _parts(len(text).to_bytes(8, "little") + text, tensors):
-            view = memoryview(data)
-            checksum = zlib.crc32(view, checksum)
-            size += len(view)
-            while len(view):
-                view = view[file.write(view) :]
-        os.fsync(file.fileno())
-    return size, checksum
-
-
-def _parts(header: bytes, tensors: dict[str, Tensor]) -> Any:
-    yield header
-    for tensor in tensors.values():
-        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 class PieceLoadPlanner(LoadPlanner):
@@ -273,7 +221,7 @@ class PieceReader(StorageReader):
             for file, offsets, sizes in stored["chunks"]:
                 chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
                 self.files[MetadataIndex(key, offsets)] = file
-            properties = TensorProperties(dtype=_DTYPES[stored["dtype"]])
+            properties = TensorProperties(dtype=DTYPES[stored["dtype"]])
             described[key] = TensorStorageMetadata(properties, torch.Size(stored["shape"]), chunks)
         return Metadata(described)
 
@@ -312,7 +260,7 @@ class PieceReader(StorageReader):
     def read_whole(self, key: str) -> Tensor:
         """One whole tensor on the CPU; of the files only its own bytes are read, and no checksum is verified."""
         stored = self.checkpoint.index["tensors"][key]
-        whole = torch.empty(stored["shape"], dtype=_DTYPES[stored["dtype"]])
+        whole = torch.empty(stored["shape"], dtype=DTYPES[stored["dtype"]])
         for name, offsets, sizes in stored["chunks"]:
             place = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
             with safe_open(self.checkpoint.path / name, framework="pt") as file:
