@@ -7,12 +7,14 @@ for one device. Fields of the strategies follow the libraries' own names.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from automodel.config.coerce import coerce, from_mapping, is_none
 from automodel.config.errors import ConfigError, nearest, unknown_key
+from automodel.config.numbers import divisors
 
 ActivationCheckpointing = Literal[False, True, "full", "selective"]
 
@@ -209,7 +211,7 @@ class DistributedSection:
             )
         replicate = self.dp_replicate_size or 1
         if replicate > 1 and (dp_size % replicate or replicate >= dp_size):
-            legal = [d for d in range(1, dp_size) if dp_size % d == 0] or [1]
+            legal = divisors(dp_size)[:-1] or [1]
             raise ConfigError(
                 "distributed.dp_replicate_size",
                 replicate,
@@ -221,7 +223,7 @@ class DistributedSection:
                 "distributed.ep_size",
                 self.ep_size,
                 f"ep_size must divide dp_size * cp_size = {dp_size * self.cp_size}",
-                [d for d in range(1, dp_size * self.cp_size + 1) if dp_size * self.cp_size % d == 0],
+                divisors(dp_size * self.cp_size),
             )
         return ParallelismSizes(dp_size, replicate, self.tp_size, self.pp_size, self.cp_size, self.ep_size)
 
@@ -231,10 +233,10 @@ class DistributedSection:
         if self.dp_size is not None:
             return self.dp_size * model_parallel
         replicate = self.dp_replicate_size or 1
-        dp_size = 1 if replicate == 1 else 2 * replicate
-        step = 1 if replicate == 1 else replicate
-        while (dp_size * self.cp_size) % self.ep_size:
-            dp_size += step
+        # dp * cp must be a multiple of ep, and dp one of dp_replicate_size, larger than it.
+        dp_size = math.lcm(replicate, self.ep_size // math.gcd(self.ep_size, self.cp_size))
+        if dp_size == replicate > 1:
+            dp_size *= 2
         return dp_size * model_parallel
 
 

@@ -30,7 +30,7 @@ class ConfigError(Exception):
         lines = [
             "impossible request, nothing was started",
             f"  key    {self.key}",
-            f"  value  {self.value}",
+            f"  value  {shortened(str(self.value))}",
             f"  rule   {self.rule}",
             f"  legal  {self.legal}",
         ]
@@ -42,6 +42,11 @@ class ConfigError(Exception):
         # Exceptions pickle by their args, which here is the finished text; checks run in another
         # process must come back with their fields.
         return ConfigError, (self.key, str(self.value), self.rule, self.legal, self.hint)
+
+
+def shortened(text: str, limit: int = 400) -> str:
+    """``text``, or its beginning where it would fill the screen."""
+    return text if len(text) <= limit else f"{text[:limit]} ... ({len(text)} characters)"
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 from automodel.config.coerce import coerce
 from automodel.config.distributed import DistributedSection, ParallelismSizes
 from automodel.config.errors import ConfigError
+from automodel.config.numbers import divisors
 from automodel.config.pipeline_rules import check_stages
 from automodel.config.schema import TrainConfig
 
@@ -72,7 +73,7 @@ def check_nodes(config: TrainConfig, local_world_size: int | None) -> None:
         "distributed.tp_size",
         tp_size,
         f"tp_size must divide the {local_world_size} ranks of a node",
-        [*_divisors(local_world_size), "or launch.allow_tp_across_nodes=true"],
+        [*divisors(local_world_size), "or launch.allow_tp_across_nodes=true"],
     )
 
 
@@ -100,7 +101,7 @@ def check_model_sizes(config: TrainConfig, sizes: Mapping[str, Any], world_size:
                 "distributed.ep_size",
                 section.ep_size,
                 f"ep_size must divide the model's {experts} experts",
-                [size for size in _divisors(experts) if data_ranks % size == 0],
+                [size for size in divisors(experts) if data_ranks % size == 0],
             )
     vocabulary = known["vocab_size"]
     byte_level = config.data.tokenizer is None and config.model.pretrained_model_name_or_path is None
@@ -164,7 +165,7 @@ def check_batch(config: TrainConfig, sizes: ParallelismSizes) -> int:
         near = [str(value) for value in (below, below + local * dp_size) if value]
         legal = f"a multiple of {local * dp_size}, such as {' or '.join(near)}"
         if total % dp_size == 0:
-            legal += f"; or training.local_batch_size={', '.join(map(str, _divisors(total // dp_size)))}"
+            legal += f"; or training.local_batch_size={', '.join(map(str, divisors(total // dp_size)))}"
         raise ConfigError(
             "training.global_batch_size",
             total,
@@ -190,7 +191,7 @@ def _check_heads(section: DistributedSection, heads: int | None) -> None:
             "distributed.tp_size",
             section.tp_size,
             f"tp_size must divide the model's {heads} attention heads",
-            _divisors(heads),
+            divisors(heads),
         )
     ulysses = getattr(section.strategy_config, "cp_method", None) == "ulysses"
     if ulysses and (heads // section.tp_size) % section.cp_size:
@@ -198,7 +199,7 @@ def _check_heads(section: DistributedSection, heads: int | None) -> None:
             "distributed.cp_size",
             section.cp_size,
             f"ulysses spreads the {heads // section.tp_size} attention heads of a tp rank over cp_size ranks",
-            [*_divisors(heads // section.tp_size), "or distributed.cp_method=all_gather"],
+            [*divisors(heads // section.tp_size), "or distributed.cp_method=all_gather"],
         )
 
 
@@ -210,7 +211,3 @@ def _whole_number(name: str, value: Any) -> int | None:
     if number < 1:
         raise ConfigError(f"model.config.{name}", value, "a size must be at least 1", "1, 2, ...")
     return number
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from automodel.distributed import traced_collectives
-
+# torch 2.13 gave both new names and warns about the old ones, which are all that older versions have.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _SHARED_ATTRIBUTE = "_tensor_parallel_shared"
 
 
@@ -34,8 +35,6 @@ class TensorParallelGroup:
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
         self.process_group = mesh.get_group()
-        self.name = self.process_group.group_name
-        traced_collectives.register_group(self.name, self)
 
     def bounds(self, size: int, rank: int | None = None) -> tuple[int, int]:
         """First index and the one after the last of a rank's slice of a dimension of ``size``."""
@@ -50,36 +49,30 @@ class TensorParallelGroup:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in the place of ``tensor`` where that is allowed and ``tensor`` contiguous."""
-        if torch.compiler.is_compiling():
-            return traced_collectives.all_reduce(tensor, self.name)
         tensor = tensor.contiguous() if self.in_place else tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(tensor, group=self.process_group)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int, size: int) -> Tensor:
         """The slices of all ranks joined to a dimension of ``size``."""
-        if torch.compiler.is_compiling():
-            return traced_collectives.all_gather(tensor, self.name, dim, size)
         dim %= tensor.ndim
         # The collective wants slices of one length: short ones are filled up.
         tensor = self._filled(tensor, dim, -(-size // self.size)).contiguous()
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        dist.all_gather_into_tensor(gathered, tensor, group=self.process_group)
+        _all_gather_single(gathered, tensor, group=self.process_group)
         slices = gathered.unflatten(0, (self.size, tensor.shape[0]))
         lengths = [end - start for start, end in (self.bounds(size, rank) for rank in range(self.size))]
         return torch.cat([slices[rank].narrow(dim, 0, length) for rank, length in enumerate(lengths)], dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's slice of the sum over ranks."""
-        if torch.compiler.is_compiling():
-            return traced_collectives.reduce_scatter(tensor, self.name, dim)
         dim %= tensor.ndim
         size = tensor.shape[dim]
         chunk = -(-size // self.size)
         filled = self._filled(tensor, dim, chunk * self.size)
         slices = filled.unflatten(dim, (self.size, chunk)).movedim(dim, 0).contiguous()
         own = torch.empty_like(slices[0])
-        dist.reduce_scatter_tensor(own, slices.flatten(0, 1), group=self.process_group)
+        _reduce_scatter_single(own, slices.flatten(0, 1), group=self.process_group)
         start, end = self.bounds(size)
         return own if end - start == chunk else own.narrow(dim, 0, end - start).clone()
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from automodel.config.coerce import is_none
 from automodel.config.errors import ConfigError
 from automodel.config.hydra_errors import translate
 from automodel.config.schema import register
@@ -19,7 +21,12 @@ def compose_container(arguments: Arguments) -> dict[str, Any]:
     Raises:
         ConfigError: the config cannot be composed.
     """
-    return _compose(arguments, lambda composed: to_container(composed, arguments.overrides))
+
+    def to_plain(composed: Any, run_dir: Path) -> dict[str, Any]:
+        check_run_folder(run_dir, composed)
+        return to_container(composed, arguments.overrides)
+
+    return _compose(arguments, to_plain)
 
 
 def compose_unresolved(arguments: Arguments) -> dict[str, Any]:
@@ -30,10 +37,10 @@ def compose_unresolved(arguments: Arguments) -> dict[str, Any]:
     """
     from omegaconf import OmegaConf
 
-    return _compose(arguments, lambda composed: OmegaConf.to_container(composed, resolve=False))
+    return _compose(arguments, lambda composed, _: OmegaConf.to_container(composed, resolve=False))
 
 
-def _compose(arguments: Arguments, to_plain: Callable[[Any], Any]) -> dict[str, Any]:
+def _compose(arguments: Arguments, to_plain: Callable[[Any, Path], Any]) -> dict[str, Any]:
     from hydra import compose, initialize_config_dir
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict, read_write
@@ -48,15 +55,42 @@ def _compose(arguments: Arguments, to_plain: Callable[[Any], Any]) -> dict[str, 
         # So that a config that refers to ${hydra:...} resolves as it will in the run.
         with read_write(composed.hydra), open_dict(composed.hydra):
             composed.hydra.runtime.output_dir = composed.hydra.run.dir
+        run_dir = Path(composed.hydra.run.dir)
         HydraConfig.instance().set_config(composed)
         with read_write(composed), open_dict(composed):
             del composed["hydra"]
-        plain: dict[str, Any] = to_plain(composed)
+        plain: dict[str, Any] = to_plain(composed, run_dir)
         return plain
+    except (TypeError, AttributeError, KeyError) as error:
+        # Hydra trips over some values before it checks them, such as a list for the choice of a group.
+        raise translated(error, arguments.overrides, beyond_hydra=True) from error
     except Exception as error:
         raise translated(error, arguments.overrides) from error
     finally:
         HydraConfig.instance().cfg = None
+
+
+def check_run_folder(run_dir: Path, composed: Any) -> None:
+    """The folder can be made, and holds no earlier run that this one would mix with.
+
+    Raises:
+        ConfigError: names ``hydra.run.dir``.
+    """
+    existing = next(folder for folder in (run_dir.absolute(), *run_dir.absolute().parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        what = "cannot be written to" if existing.is_dir() else "is not a folder"
+        raise ConfigError(
+            "hydra.run.dir", run_dir, f"{existing} {what}", "a folder that is new, in one you can write to"
+        )
+    if is_none(composed.checkpoint.resume) and any(
+        (run_dir / name).exists() for name in ("metrics.jsonl", "checkpoints")
+    ):
+        raise ConfigError(
+            "hydra.run.dir",
+            run_dir,
+            "this folder already holds a run, and two runs must not mix in one",
+            "another folder, or checkpoint.resume=auto to go on with that run",
+        )
 
 
 def run_hydra(task: Callable[[Any], Any], arguments: Arguments) -> None:
@@ -102,6 +136,16 @@ def to_container(composed: Any, overrides: Sequence[str]) -> dict[str, Any]:
         raise translated(error, overrides) from error
 
 
-def translated(error: Exception, overrides: Sequence[str]) -> Exception:
-    """``error`` as a ConfigError where it is one of Hydra's refusals, else itself."""
-    return error if isinstance(error, ConfigError) else translate(error, overrides) or error
+def translated(error: Exception, overrides: Sequence[str], beyond_hydra: bool = False) -> Exception:
+    """``error`` as a ConfigError where it is one of Hydra's refusals, else itself.
+
+    Args:
+        beyond_hydra: also where Hydra has no error of its own and failed while composing.
+    """
+    if isinstance(error, ConfigError):
+        return error
+    refusal = translate(error, overrides)
+    if refusal is None and beyond_hydra:
+        rule = f"Hydra cannot compose these words: {error}"
+        return ConfigError("command line", " ".join(overrides), rule, "group=choice and key=value; see --help")
+    return refusal or error

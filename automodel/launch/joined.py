@@ -87,6 +87,7 @@ class JoinedRank:
     context: LaunchContext
     program: Program
     stop_requested: StopFlag
+    announced: bool = False
 
     def lead(self) -> None:
         """Rank 0: check the request, make the run folder through Hydra, tell the others, run."""
@@ -103,7 +104,13 @@ class JoinedRank:
         except BaseException as error:
             self._dismiss(EXIT_REFUSED if isinstance(error, ConfigError) else EXIT_FAILED)
             raise
-        run_hydra(lambda _: self._run_in_folder(plan), continued)
+        try:
+            run_hydra(lambda _: self._run_in_folder(plan), continued)
+        except BaseException:
+            if not self.announced:
+                # Hydra could not make the folder: the others must not wait for a word that never comes.
+                self._dismiss(EXIT_FAILED)
+            raise
 
     def _run_in_folder(self, plan: Plan) -> float | None:
         from hydra.core.hydra_config import HydraConfig
@@ -155,6 +162,7 @@ class JoinedRank:
         return connect_store(self.context, MEETING_TIMEOUT)
 
     def _announce(self, message: dict[str, Any]) -> None:
+        self.announced = True
         if self.context.world_size > 1:
             self._store().set(ANNOUNCEMENT, json.dumps(message))
 

@@ -73,7 +73,8 @@ def run_local(
                 process.kill()
             for process in ranks:
                 process.close()
-    if signals.terminated:
+    # A SIGTERM that reached a single rank stopped them all, just as one that reached this process.
+    if signals.terminated or any(process.stopped for process in ranks):
         raise Terminated
     return ranks[0].objective
 

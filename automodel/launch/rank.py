@@ -74,7 +74,7 @@ def rank_main(job: RankJob, pipes: RankPipes) -> None:
         pipes.report.send_bytes(json.dumps({"failure": asdict(failure)}).encode())
         _leave(EXIT_FAILED)
     else:
-        pipes.report.send_bytes(json.dumps({"objective": objective}).encode())
+        pipes.report.send_bytes(json.dumps({"objective": objective, "stopped": stop_requested()}).encode())
         logging.shutdown()
 
 

@@ -47,6 +47,7 @@ class RankProcess:
             self._output_pipe, output = context.Pipe(duplex=False)
             pipes.append(output)
             self._streams.append(self._output_pipe)
+        self.stopped = False
         self._open: list[Connection] = [self._report, *self._streams]
         self._process = context.Process(
             target=rank_main, args=(job, RankPipes(control, report, stacks, output)), name=f"rank {self.rank}"
@@ -118,6 +119,7 @@ class RankProcess:
             self.failure = Failure(**message["failure"])
         else:
             self.objective, self._finished = message["objective"], True
+            self.stopped = bool(message["stopped"])
 
     def _receive_stream(self, source: Connection) -> None:
         data = os.read(source.fileno(), 65536)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from automodel.config.distributed import DistributedSection
+from automodel.config.errors import ConfigError
 from automodel.distributed.sequence_parallel import check_sequence_parallel
-from automodel.distributed.tensor_parallel import resolve_plan
+from automodel.distributed.tensor_parallel import TensorParallelPlan, resolve_plan
 
 
 def check_tensor_parallel(model: nn.Module, section: DistributedSection) -> None:
@@ -26,5 +28,27 @@ def check_tensor_parallel(model: nn.Module, section: DistributedSection) -> None
     if section.tp_size == 1 and user_plan is None:
         return
     plan = resolve_plan(model, user_plan, section.tp_size)
+    if section.tp_size > 1:
+        _check_attention_dropout(model, plan)
     if section.sequence_parallel and section.tp_size > 1:
         check_sequence_parallel(model, plan)
+
+
+def _check_attention_dropout(model: nn.Module, plan: TensorParallelPlan) -> None:
+    """Masks over attention weights are drawn for all heads at once: a rank that holds some cannot know its part.
+
+    Where the plan leaves attention whole, or drops tokens' activations only, masks are those of one device.
+    """
+    sharded = any(
+        "att" in name.rpartition(".")[0] and "colwise" in style and "gather" not in style
+        for name, style in plan.modules.items()
+    )
+    fields = model.config.get_text_config().to_dict() if isinstance(model, PreTrainedModel) else {}
+    for field, value in fields.items():
+        if sharded and "att" in field and "drop" in field and isinstance(value, float) and value > 0:
+            raise ConfigError(
+                f"model.config.{field}",
+                value,
+                "with tp_size > 1 each rank holds some heads, and their dropout masks would differ from one device's",
+                "0, or distributed.tp_size=1",
+            )

@@ -231,3 +231,21 @@ def test_an_impossible_request_is_refused_before_anything_starts(
     assert f"key    {key}" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_holds_a_run_takes_no_second_one(reference_run: Path, tmp_path: Path) -> None:
+    before = (reference_run / "metrics.jsonl").read_bytes()
+    done = train(tmp_path, *SMALL, f"hydra.run.dir={reference_run}")
+    assert done.returncode == 2
+    assert "key    hydra.run.dir" in done.stderr
+    assert (reference_run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "overrides", [["hydra.run.dir=file/run"], ["model=[1,2]"], ["training.global_batch_size=999999999"]]
+)
+def test_requests_that_hydra_or_arithmetic_would_stumble_over_are_refused(overrides: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = train(tmp_path, *SMALL, *overrides, timeout=30)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("impossible request, nothing was started")

@@ -172,3 +172,16 @@ def test_a_plan_is_checked_even_where_it_is_unused() -> None:
     with pytest.raises(ConfigError, match="layrs"):
         check_tensor_parallel(model_on_meta(), section)
     check_tensor_parallel(gpt2(), parse_distributed_section({}))
+
+
+@pytest.mark.parametrize(("model_type", "refused"), [("llama", True), ("phi3", False)])
+def test_attention_dropout_is_refused_where_heads_are_sharded(model_type: str, refused: bool) -> None:
+    # phi3's own plan leaves attention whole on every rank, and its masks are those of one device.
+    model = model_on_meta(model_type, attention_dropout=0.1, pad_token_id=None)
+    section = parse_distributed_section({"tp_size": 2})
+    if not refused:
+        check_tensor_parallel(model, section)
+        return
+    with pytest.raises(ConfigError) as error:
+        check_tensor_parallel(model, section)
+    assert error.value.key == "model.config.attention_dropout"
