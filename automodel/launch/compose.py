@@ -88,7 +88,7 @@ def check_run_folder(run_dir: Path, composed: Any) -> None:
         raise ConfigError(
             "hydra.run.dir",
             run_dir,
-            "this folder already holds a run, and two runs must not mix in one",
+            "it holds a run already, and two runs must not mix in one folder",
             "another folder, or checkpoint.resume=auto to go on with that run",
         )
 
