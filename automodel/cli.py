@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None, *, config_dir: Path, program: Progra
 
             return joined.main(arguments, context, program)
         if threading.current_thread() is threading.main_thread():
+            # Shells start background jobs with SIGINT ignored; while the ranks run it is heeded, so it is before too.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, _terminate)
             # A request for a checkpoint means something once the ranks run; until then it must not end the process.
             signal.signal(SAVE_SIGNAL, signal.SIG_IGN)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.context import ForkServerContext
 
 PRELOAD_VARIABLE = "AUTOMODEL_PRELOAD"
+LAUNCHER_VARIABLE = "AUTOMODEL_LAUNCHER"
 
 
 def start(preload: Sequence[str]) -> ForkServerContext:
@@ -32,6 +33,7 @@ def start(preload: Sequence[str]) -> ForkServerContext:
     with (
         _variable("PYTHONPATH", path),
         _variable(PRELOAD_VARIABLE, ",".join(preload)),
+        _variable(LAUNCHER_VARIABLE, str(os.getpid())),
         # A module that asks for GPUs at import must not open CUDA here: no forked rank could use it then.
         _variable("PYTORCH_NVML_BASED_CUDA_CHECK", "1"),
         _signals_ignored(),

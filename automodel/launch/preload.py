@@ -11,12 +11,15 @@ import importlib
 import os
 import signal
 
-from automodel.launch.forkserver import PRELOAD_VARIABLE
+from automodel.launch.forkserver import LAUNCHER_VARIABLE, PRELOAD_VARIABLE
 from automodel.launch.lifetime import DUMP_SIGNAL, SAVE_SIGNAL, end_with_parent
 
 
 def _prepare() -> None:
     end_with_parent()
+    if os.environ.get(LAUNCHER_VARIABLE, str(os.getppid())) != str(os.getppid()):
+        # The launcher ended before the kernel was asked to tell: nobody waits for what would be imported now.
+        os._exit(1)
     # A terminal sends Ctrl-C to every process, and some supervisors SIGTERM; what they mean for the
     # run is the launcher's decision. The request for stacks must not end a rank that is not ready.
     for number in (signal.SIGINT, signal.SIGTERM, SAVE_SIGNAL, DUMP_SIGNAL):
