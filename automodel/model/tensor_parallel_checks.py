@@ -11,6 +11,11 @@ from automodel.distributed.sequence_parallel import check_sequence_parallel
 from automodel.distributed.tensor_parallel import TensorParallelPlan, resolve_plan
 
 
+# Found by the walk over all model types (docs/tensor_parallel_models.md): they run, and their losses are others.
+INEXACT_MODEL_TYPES = frozenset({"inkling2_text", "inkling2_loop_text"})
+INEXACT_SEQUENCE_PARALLEL_TYPES = INEXACT_MODEL_TYPES | {"llama4_text"}
+
+
 def check_tensor_parallel(model: nn.Module, section: DistributedSection) -> None:
     """Hold a tensor-parallel plan, the model's own or the user's, against the model.
 
@@ -27,11 +32,31 @@ def check_tensor_parallel(model: nn.Module, section: DistributedSection) -> None
     user_plan = getattr(section.strategy_config, "tp_plan", None)
     if section.tp_size == 1 and user_plan is None:
         return
+    if section.tp_size > 1:
+        _check_exact(model, section)
     plan = resolve_plan(model, user_plan, section.tp_size)
     if section.tp_size > 1:
         _check_attention_dropout(model, plan)
     if section.sequence_parallel and section.tp_size > 1:
         check_sequence_parallel(model, plan)
+
+
+def _check_exact(model: nn.Module, section: DistributedSection) -> None:
+    model_type = model.config.get_text_config().model_type if isinstance(model, PreTrainedModel) else None
+    if model_type in INEXACT_MODEL_TYPES:
+        raise ConfigError(
+            "distributed.tp_size",
+            section.tp_size,
+            f"{type(model).__name__} does not give the numbers of one device under its tensor-parallel plan",
+            "1",
+        )
+    if section.sequence_parallel and model_type in INEXACT_SEQUENCE_PARALLEL_TYPES:
+        raise ConfigError(
+            "distributed.sequence_parallel",
+            True,
+            f"{type(model).__name__} does not give the numbers of one device under sequence parallelism",
+            "false",
+        )
 
 
 def _check_attention_dropout(model: nn.Module, plan: TensorParallelPlan) -> None:

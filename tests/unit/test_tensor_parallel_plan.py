@@ -185,3 +185,10 @@ def test_attention_dropout_is_refused_where_heads_are_sharded(model_type: str, r
     with pytest.raises(ConfigError) as error:
         check_tensor_parallel(model, section)
     assert error.value.key == "model.config.attention_dropout"
+
+
+def test_a_model_type_whose_numbers_differ_is_refused_by_its_class() -> None:
+    model = model_on_meta()
+    model.config.model_type = "inkling2_text"
+    with pytest.raises(ConfigError, match="LlamaForCausalLM does not give the numbers of one device"):
+        check_tensor_parallel(model, parse_distributed_section({"tp_size": 2}))
