@@ -10,7 +10,6 @@ from automodel.config.errors import ConfigError
 from automodel.distributed.sequence_parallel import check_sequence_parallel
 from automodel.distributed.tensor_parallel import TensorParallelPlan, resolve_plan
 
-
 # Found by the walk over all model types (docs/tensor_parallel_models.md): they run, and their losses are others.
 INEXACT_MODEL_TYPES = frozenset({"inkling2_text", "inkling2_loop_text"})
 INEXACT_SEQUENCE_PARALLEL_TYPES = INEXACT_MODEL_TYPES | {"llama4_text"}
