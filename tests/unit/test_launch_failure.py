@@ -104,7 +104,8 @@ def test_a_real_dump_of_several_threads_yields_the_main_threads_place():
         dump = file.read()
     release.set()
     helper.join()
-    assert dump.count("most recent call first") == 2
+    # Tests that ran before may have left threads of their own.
+    assert dump.count("most recent call first") >= 2
     assert "known_place" in describe_stack(dump).splitlines()[-1]
     assert where(dump).startswith("known_place (test_launch_failure.py:")
 
