@@ -6,15 +6,13 @@ from transformers import PreTrainedModel
 
 from automodel.config.errors import ConfigError
 from automodel.config.schema import TrainConfig
-from automodel.config.validate import check_model_sizes
+from automodel.config.validate_layout import EXPERT_COUNT_FIELDS, MODEL_SIZE_FIELDS, check_model_sizes
 from automodel.model.build import build_config, build_model
 from automodel.model.checkpoint_names import NeedsConversion, saved_tensors
 from automodel.model.output_head import check_output_head
 from automodel.model.pipeline_checks import check_pipeline_model
 from automodel.model.tensor_parallel_checks import check_tensor_parallel
 from automodel.model.weights import check_pretrained_weights
-
-EXPERT_COUNT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def check_model(config: TrainConfig, world_size: int) -> None:
@@ -36,7 +34,7 @@ def check_model(config: TrainConfig, world_size: int) -> None:
                 "mixtures of experts are not supported by this version",
                 "a dense model",
             )
-    check_model_sizes(config, {name: getattr(text_config, name, None) for name in SIZE_FIELDS}, world_size)
+    check_model_sizes(config, {name: getattr(text_config, name, None) for name in MODEL_SIZE_FIELDS}, world_size)
     model = build_model(hf_config, config.model)
     check_tensor_parallel(model, config.distributed)
     if config.training.loss == "linear_cross_entropy":
@@ -61,12 +59,3 @@ def _check_export(model: PreTrainedModel, when: str) -> None:
             f"by this version: {error}",
             "never",
         ) from error
-
-
-SIZE_FIELDS = (
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)

@@ -19,6 +19,19 @@ from automodel.model.hub_files import PATH_KEY, find_file
 __all__ = ["Run", "SafetensorsFiles"]
 
 SINGLE = "model.safetensors"
+# Names of dtypes in safetensors files.
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 INDEX = "model.safetensors.index.json"
 Run = tuple[int, int]
 

@@ -18,23 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from automodel.model.safetensors_files import INDEX, SINGLE
+from automodel.model.safetensors_files import DTYPE_NAMES, INDEX, SINGLE
 
 __all__ = ["FileWriter", "OutputFile", "OutputTensor", "index_of", "plan_files"]
 
 MAX_FILE_BYTES = 5 * 10**9
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -101,7 +89,7 @@ def _header(file: OutputFile) -> bytes:
     for tensor in file.tensors:
         end = offset + tensor.num_bytes
         entries[tensor.key] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }

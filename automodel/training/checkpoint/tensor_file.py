@@ -14,19 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Names of dtypes in safetensors files.
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+from automodel.model.safetensors_files import DTYPE_NAMES
+
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _ALIGNMENT = 8
 
